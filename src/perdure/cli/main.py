@@ -1,0 +1,60 @@
+"""`perdure`: parse, call, print. Each subcommand is one module, imported only when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from perdure.schema.errors import PerdureError, UsageError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("perdure.cli.run", "train a script; any worker may die at any moment"),
+    "demo": ("perdure.cli.demo", "train the example GPT, kill workers, show what was lost"),
+    "ps": ("perdure.cli.ps", "show the workers of a run"),
+    "report": ("perdure.cli.report", "faults, recoveries and goodput of a run"),
+    "plan": ("perdure.cli.plan", "which job gets which nodes of a cluster"),
+    "simulate": ("perdure.cli.simulate", "what a cluster loses under each recovery policy"),
+}
+"""name → (module with `configure(parser)` and `run(args) -> int`, one line of help)."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with exit code 4 and one line for wrong usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def _parser(names: Sequence[str]) -> _Parser:
+    parser = _Parser(prog="perdure", description="Training that goes on, with the same bits, whoever dies.")
+    parser.add_argument("--version", action="version", version=f"perdure {version('perdure')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        if name in names:
+            importlib.import_module(module).configure(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code (DESIGN §7): errors are one line on stderr."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parsed = _parser(args[:1]).parse_args(args)
+        module = importlib.import_module(COMMANDS[parsed.command][0])
+        return int(module.run(parsed))
+    except PerdureError as error:
+        print(f"perdure: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

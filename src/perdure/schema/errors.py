@@ -1,0 +1,71 @@
+"""Every error that perdure raises, on one page, split by who has to act.
+
+    PerdureError
+    ├── UsageError          the person at the command line or in the script: wrong input (exit 4)
+    │   └── ProtectError    … a model, optimizer or loop that cannot be made exact, with what to do instead
+    ├── ScriptError         the user's own code failed; its traceback is shown as itself (exit 1)
+    ├── GivenUp             the failure budget is spent (exit 3)
+    ├── RestoreError        saved state exists but could not be restored (exit 5)
+    ├── Interrupted         ended by SIGINT or SIGTERM with the state saved (exit 130, 143)
+    ├── WireError           a peer sent what the protocol does not allow; the connection is closed
+    └── ProtocolError       a rule of docs/protocol.md was broken: a defect of perdure itself
+
+The exit code sits on the class, so that nobody has to keep a second table.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PerdureError(Exception):
+    """Base of every error that perdure raises."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(PerdureError):
+    """Bad input: the message is one line that says what was wrong, where, what was expected, what to do."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class ProtectError(UsageError):
+    """The script asks for something that cannot be kept exact; the message says what to do instead."""
+
+
+class ScriptError(PerdureError):
+    """The user's script failed in a way that a restart cannot mend."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class GivenUp(PerdureError):
+    """The failure budget (`--max-failures`) is spent."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class RestoreError(PerdureError):
+    """Saved state exists but none of it could be restored."""
+
+    exit_code: ClassVar[int] = 5
+
+
+class Interrupted(PerdureError):
+    """The run was ended by a signal; the state was saved first.
+
+    `signum` is the signal's number; the exit code is 128 plus it.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by signal {signum}; the state was saved")
+        self.signum = signum
+
+
+class WireError(PerdureError):
+    """A frame could not be accepted: too large, malformed, of an unknown type, or not authenticated."""
+
+
+class ProtocolError(PerdureError):
+    """A rule of the protocol was broken. This is a defect of perdure; the message names the rule."""
