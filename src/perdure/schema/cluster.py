@@ -7,24 +7,24 @@
     [policy.NAME]                   free overrides; each policy validates its own
     [gpu.NAME]                      a GPU kind of your own, see `perdure.core.gpus`
 
-Every struct below is one table and its fields are the keys; a unit stands last in the name. Whatever is wrong is
-a `UsageError` of one line that names the key, what was found and what was expected. Files that a scenario names
-are looked for beside it.
+Every struct below is one table and its fields are the keys; a unit stands last in the name. Whatever is wrong
+is a `UsageError` of one line that names the key, what was found and what was expected. Files that a scenario
+names are looked for beside it.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from perdure.schema.errors import UsageError
 from perdure.schema.measured import Measured, load_measured
+from perdure.schema.tables import Table, convert, override, read_toml
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -33,20 +33,12 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
 
-class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table of the file."""
-
-    def problem(self) -> str | None:
-        """What is wrong with the table as a whole, as `key: found, expected`, or None."""
-        return None
-
-
-class Severity(_Table, frozen=True):
+class Severity(Table, frozen=True):
     """How faults divide into severities; weights, so that counts can be written as they were published.
 
-    SEV3 is retried in place, SEV2 restarts a process, SEV1 isolates the node until it is repaired. The default is
-    the mix of Unicron (arXiv 2401.00134, table 1): 28.1, 15.7 and 48.6 %, with its 7.6 % of 'others' counted as
-    SEV2, since a restart is what is done about an error without a class.
+    SEV3 is retried in place, SEV2 restarts a process, SEV1 isolates the node until it is repaired. The
+    default is the mix of Unicron (arXiv 2401.00134, table 1): 28.1, 15.7 and 48.6 %, with its 7.6 % of
+    'others' counted as SEV2, since a restart is what is done about an error without a class.
     """
 
     sev1: NonNegative = 0.281
@@ -65,12 +57,14 @@ class Severity(_Table, frozen=True):
         return self.sev1 / total, self.sev2 / total, self.sev3 / total
 
 
-class Hours(_Table, frozen=True):
+class Hours(Table, frozen=True):
     """A time in hours that varies: a uniform range, an exponential or a log-normal.
 
-    Exactly one of `{fixed}`, `{min, max}` (uniform), `{mean}` (exponential), `{median, sigma}` (log-normal, `sigma`
-    of its natural logarithm). A plain number in the file is `{fixed}`.
+    Exactly one of `{fixed}`, `{min, max}` (uniform), `{mean}` (exponential), `{median, sigma}` (log-normal,
+    `sigma` of its natural logarithm). A plain number in the file is `{fixed}`.
     """
+
+    PLAIN: ClassVar[str | None] = "fixed"
 
     fixed: NonNegative | None = None
     min: NonNegative | None = None
@@ -83,7 +77,7 @@ class Hours(_Table, frozen=True):
         given = {field for field in self.__struct_fields__ if getattr(self, field) is not None}
         if given not in ({"fixed"}, {"min", "max"}, {"mean"}, {"median", "sigma"}):
             return (
-                f"found {', '.join(sorted(given)) or 'nothing'}, expected a number of hours, "
+                f"{' and '.join(sorted(given)) or 'fixed'}: not a distribution, expected a number of hours, "
                 "{min, max}, {mean} or {median, sigma}"
             )
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -111,13 +105,13 @@ class Hours(_Table, frozen=True):
         return self.mean or 0.0
 
 
-class FailureProcess(_Table, frozen=True):
+class FailureProcess(Table, frozen=True):
     """How the failures of the given mean rate are spread over time and nodes.
 
-    `poisson`; `weibull` (`shape` < 1 clusters them, > 1 is wear); `bursts` (a share `burst_share` of all failures comes
-    in bursts that take `burst_nodes` neighbouring nodes at once); `infant` (the rate starts at `factor` times
-    its later value after a node is new or repaired and decays with `decay_hours`); `lemons` (a share `lemon_share` of the
-    nodes fails `factor` times as often as the others).
+    `poisson`; `weibull` (`shape` < 1 clusters them, > 1 is wear); `bursts` (a share `burst_share` of all
+    failures comes in bursts that take `burst_nodes` neighbouring nodes at once); `infant` (the rate starts at
+    `factor` times its later value after a node is new or repaired and decays with `decay_hours`); `lemons` (a
+    share `lemon_share` of the nodes fails `factor` times as often as the others).
     """
 
     kind: Literal["poisson", "weibull", "bursts", "infant", "lemons"] = "poisson"
@@ -129,7 +123,7 @@ class FailureProcess(_Table, frozen=True):
     lemon_share: Share = 0.02
 
 
-class Preemption(_Table, frozen=True):
+class Preemption(Table, frozen=True):
     """Nodes that their owner takes back: how often, with what notice, for how long they are away."""
 
     mean_hours_per_node: Positive
@@ -138,7 +132,7 @@ class Preemption(_Table, frozen=True):
     absent_hours: Hours = Hours(mean=1.0)
 
 
-class Degradation(_Table, frozen=True):
+class Degradation(Table, frozen=True):
     """Nodes that become slow without failing: how often, by which factor of a step's time, for how long."""
 
     mean_hours_per_node: Positive
@@ -146,24 +140,25 @@ class Degradation(_Table, frozen=True):
     lasts_hours: Hours = Hours(mean=6.0)
 
 
-class LateNodes(_Table, frozen=True):
+class LateNodes(Table, frozen=True):
     """The last `nodes` of the cluster are not there at the start; each arrives after a time of its own."""
 
     nodes: Count
     arrive_hours: Hours
 
 
-class Cluster(_Table, frozen=True):
+class Cluster(Table, frozen=True):
     """The machines.
 
-    `mtbf_hours_per_node` is the mean time between two faults of any severity on one node; `trace` is a file of
-    events to replay instead. With both, the trace happens and the mean is what planners believe. `spares` are
-    further nodes that only replace failed ones; they are paid for like the others. `storage_gb_s` is the bandwidth of
-    the shared checkpoint storage, all clients together, in GB/s (10^9 bytes).
+    `mtbf_hours_per_node` is the mean time between two faults of any severity on one node; `trace` is a file
+    of events to replay instead (`trace_source` says where to get it). With both, the trace happens and the
+    mean is what planners believe. `spares` are further nodes that only replace failed ones; they are paid for
+    like the others. `storage_gb_s` is the bandwidth of the shared checkpoint storage, all clients together,
+    in GB/s (10^9 bytes).
     """
 
-    nodes: Count
-    gpus_per_node: Count
+    nodes: Annotated[int, Meta(ge=1, le=10**6)]
+    gpus_per_node: Annotated[int, Meta(ge=1, le=1024)]
     gpu: str
     mtbf_hours_per_node: Positive | None = None
     trace: str | None = None
@@ -191,7 +186,7 @@ class Cluster(_Table, frozen=True):
         return self.nodes * self.gpus_per_node
 
 
-class GpuRange(_Table, frozen=True):
+class GpuRange(Table, frozen=True):
     """How many GPUs a job can use: `min`, `min + step`, … up to `max`. `now` is what it holds already.
 
     Nodes are given whole: on n nodes a job uses the largest such number that n nodes have.
@@ -208,7 +203,7 @@ class GpuRange(_Table, frozen=True):
         return None
 
 
-class Model(_Table, frozen=True):
+class Model(Table, frozen=True):
     """A GPT-like transformer and its global batch (in sequences of `sequence` tokens)."""
 
     layers: Count
@@ -241,13 +236,16 @@ class Model(_Table, frozen=True):
         return 72.0 * self.global_batch * self.sequence * layers * hidden**2 * (1 + extra)
 
 
-class Job(_Table, frozen=True):
+class Job(Table, frozen=True):
     """One training run. Its speed comes from `model`, or from `throughput`, or from both.
 
-    `throughput` names measurements (a CSV file, or a run of perdure's own), which then rule the speed; `model` still
-    gives FLOP per step and the size of the state. Without a model, `flop_per_sample` turns measured samples into FLOP
-    and `state_gb` is the size of a checkpoint. `arrive_hours` is when it is submitted; after `steps` steps it ends.
+    `throughput` names measurements (a CSV file, or a run of perdure's own), which then rule the speed;
+    `model` still gives FLOP per step and the size of the state. Without a model, `flop_per_sample` turns
+    measured samples into FLOP (`global_batch` of them are a step) and `state_gb` is the size of a checkpoint.
+    `arrive_hours` is when it is submitted; after `steps` steps it ends.
     """
+
+    HIDDEN: ClassVar[frozenset[str]] = frozenset({"measured"})
 
     name: Name
     gpus: GpuRange
@@ -266,29 +264,29 @@ class Job(_Table, frozen=True):
         if self.model is None and self.throughput is None:
             return "model or throughput: neither is given, expected how fast the job is"
         if self.model is not None and self.global_batch not in (None, self.model.global_batch):
-            return f"global_batch: {self.global_batch} differs from model.global_batch = {self.model.global_batch}"
+            return f"global_batch: {self.global_batch} is not model.global_batch = {self.model.global_batch}"
         return None
 
 
-class Plan(_Table, frozen=True):
+class Plan(Table, frozen=True):
     """What a change of plan costs, where it was measured: seconds in which a changed job does nothing."""
 
     transition_s: NonNegative | None = None
 
 
-class Simulate(_Table, frozen=True):
+class Simulate(Table, frozen=True):
     """How long is simulated, and from which seed."""
 
     days: Positive = 7.0
     seed: Annotated[int, Meta(ge=0)] = 0
 
 
-class GpuKind(_Table, frozen=True):
+class GpuKind(Table, frozen=True):
     """What the throughput model knows of a GPU and its node.
 
     `peak_tflops`: dense 16-bit; `memory_gb` and `memory_gb_s` (HBM); `intra_gb_s`: NVLink or PCIe to its
-    neighbours, one direction; `inter_gb_s`: this GPU's share of the node's network, one direction; latencies of
-    one message in microseconds. GB are 10^9 bytes.
+    neighbours, one direction; `inter_gb_s`: this GPU's share of the node's network, one direction; `intra_us`
+    and `inter_us`: the latency of one message. GB are 10^9 bytes.
     """
 
     peak_tflops: Positive
@@ -300,15 +298,15 @@ class GpuKind(_Table, frozen=True):
     inter_us: NonNegative = 15.0
 
 
-class Scenario(_Table, frozen=True):
+class Scenario(Table, frozen=True):
     """A whole file."""
 
     cluster: Cluster
     job: tuple[Job, ...]
     plan: Plan = Plan()
     simulate: Simulate = Simulate()
-    policy: dict[str, dict[str, Any]] = {}
-    gpu: dict[str, GpuKind] = {}
+    policy: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    gpu: dict[str, GpuKind] = msgspec.field(default_factory=dict)
 
     def problem(self) -> str | None:
         if not self.job:
@@ -333,24 +331,33 @@ def unfit(job: Job, cluster: Cluster) -> str | None:
 def load_scenario(path: str | Path, overrides: Mapping[str, object] | None = None) -> Scenario:
     """Read and validate a scenario.
 
-    `overrides` maps dotted keys (`cluster.repair_hours`, `job.NAME.weight`, `policy.megatron.timeout_s`) to values that replace
-    the file's. Raises `UsageError` with one line for whatever is wrong.
+    `overrides` maps dotted keys (`cluster.repair_hours`, `job.NAME.weight`, `policy.megatron.timeout_s`) to
+    values that replace the file's. Raises `UsageError` with one line for whatever is wrong.
     """
     path = Path(path)
     raw = read_toml(path)
-    for key, value in (overrides or {}).items():
-        _override(raw, key, value, str(path))
-    return _resolved(_convert(raw, Scenario, str(path)), path)
+    override(raw, overrides or {}, str(path))
+    cluster = raw.get("cluster")
+    if isinstance(cluster, dict) and isinstance(cluster.get("gpu"), list | dict):
+        raise UsageError(
+            f"{path}: cluster.gpu: several kinds in one cluster, expected one name: a synchronous step goes "
+            "at the pace of its slowest GPU, so write one file for each kind"
+        )
+    scenario = convert(raw, Scenario, str(path))
+    if scenario.cluster.trace is not None:
+        trace = str(path.parent / scenario.cluster.trace)
+        scenario = msgspec.structs.replace(
+            scenario, cluster=msgspec.structs.replace(scenario.cluster, trace=trace)
+        )
+    return msgspec.structs.replace(scenario, job=tuple(_with_table(job, path) for job in scenario.job))
 
 
 def load_jobs(path: str | Path, scenario: Scenario) -> tuple[Job, ...]:
     """Read a file of nothing but `[[job]]` tables, to be submitted to `scenario`. Raises `UsageError`."""
     path = Path(path)
-    raw = read_toml(path)
-    if set(raw) != {"job"}:
-        found = ", ".join(sorted(raw)) or "nothing"
-        raise UsageError(f"{path}: found {found}, expected [[job]] and no other table")
-    jobs = _convert(raw, _Jobs, str(path)).job
+    jobs = convert(read_toml(path), _Jobs, str(path)).job
+    if not jobs:
+        raise UsageError(f"{path}: job: there is none, expected at least one [[job]]")
     taken = {job.name for job in scenario.job}
     for job in jobs:
         if job.name in taken:
@@ -361,174 +368,12 @@ def load_jobs(path: str | Path, scenario: Scenario) -> tuple[Job, ...]:
     return tuple(_with_table(job, path) for job in jobs)
 
 
-class _Jobs(_Table, frozen=True):
+class _Jobs(Table, frozen=True):
     job: tuple[Job, ...]
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The file as plain data. Raises `UsageError` if it cannot be read or is not TOML."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}), expected a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not TOML: {error}") from error
-
-
-_T = TypeVar("_T", bound=_Table)
-
-
-def _convert(raw: dict[str, Any], kind: type[_T], where: str) -> _T:
-    _refuse_mixed_gpus(raw, where)
-    for key, value in _leaves(raw, ""):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{where}: {key}: {value} is not a finite number, expected one")
-    for job in raw.get("job", []) if isinstance(raw.get("job"), list) else []:
-        if isinstance(job, dict) and "measured" in job:
-            raise UsageError(f"{where}: job: unknown key measured, expected {_keys(Job)}")
-    try:
-        value = msgspec.convert(_numbers_as_hours(raw), kind)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{where}: {_reworded(str(error), kind)}") from error
-    for key, table in _tables(value, ""):
-        if text := table.problem():
-            raise UsageError(f"{where}: {key}{'.' if key and not text.startswith('found') else ''}{_joined(key, text)}")
-    return value
-
-
-def _joined(key: str, text: str) -> str:
-    return f": {text}" if key and text.startswith("found") else text
-
-
-def _refuse_mixed_gpus(raw: dict[str, Any], where: str) -> None:
-    cluster = raw.get("cluster")
-    if isinstance(cluster, dict) and isinstance(cluster.get("gpu"), list | dict):
-        raise UsageError(
-            f"{where}: cluster.gpu: several kinds in one cluster, expected one name: a synchronous step goes at the pace of "
-            "its slowest GPU, so write one file for each kind"
-        )
-
-
-_HOURS = {"repair_hours", "absent_hours", "lasts_hours", "arrive_hours"}
-
-
-def _numbers_as_hours(raw: Any, inside_job: bool = False) -> Any:
-    """Plain numbers where a distribution is expected become `{fixed = number}`."""
-    if isinstance(raw, list):
-        return [_numbers_as_hours(item, inside_job) for item in raw]
-    if not isinstance(raw, dict):
-        return raw
-    out = {}
-    for key, value in raw.items():
-        if key == "policy":
-            out[key] = value
-        elif key in _HOURS and not inside_job and isinstance(value, int | float) and not isinstance(value, bool):
-            out[key] = {"fixed": value}
-        else:
-            out[key] = _numbers_as_hours(value, inside_job or key == "job")
-    return out
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{key}[{index}]")
-    else:
-        yield key, value
-
-
-def _tables(value: Any, key: str) -> Iterator[tuple[str, _Table]]:
-    """Every table in `value` with its dotted key, inner ones first."""
-    if isinstance(value, _Table):
-        for field in value.__struct_fields__:
-            yield from _tables(getattr(value, field), f"{key}.{field}" if key else field)
-        yield key, value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _tables(item, f"{key}.{item.name}" if isinstance(item, Job) else key)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _tables(item, f"{key}.{name}")
-
-
-def _keys(kind: type[_Table]) -> str:
-    return ", ".join(field for field in kind.__struct_fields__ if field != "measured")
-
-
-def _reworded(message: str, kind: type[_Table]) -> str:
-    """msgspec's message with the key in front, in the file's own terms."""
-    text, _, at = message.partition(" - at `$")
-    key = at.rstrip("`").lstrip(".").replace("[...]", "")
-    text = text.replace("`", "")
-    text = text.replace("Expected", "expected", 1)
-    if text.startswith("Object contains unknown field "):
-        name = text.removeprefix("Object contains unknown field ")
-        known = _keys(_at(kind, key))
-        return f"{key + '.' if key else ''}{name}: unknown key, expected one of {known}"
-    if text.startswith("Object missing required field "):
-        name = text.removeprefix("Object missing required field ")
-        return f"{key + '.' if key else ''}{name}: missing, expected a value"
-    text = text.replace("expected object", "expected a table").replace("got object", "got a table")
-    return f"{key or 'the file'}: {text}"
-
-
-def _at(kind: type[_Table], key: str) -> type[_Table]:
-    """The struct that stands at a dotted key of msgspec's."""
-    current: type[_Table] = kind
-    for part in key.split(".") if key else []:
-        inner = _ELEMENTS.get(part.partition("[")[0])
-        if inner is not None:
-            current = inner
-    return current
-
-
-_ELEMENTS: dict[str, type[_Table]] = {
-    "cluster": Cluster,
-    "job": Job,
-    "plan": Plan,
-    "simulate": Simulate,
-    "gpu": GpuKind,
-    "gpus": GpuRange,
-    "model": Model,
-    "severity": Severity,
-    "failures": FailureProcess,
-    "preemption": Preemption,
-    "degradation": Degradation,
-    "late": LateNodes,
-    "repair_hours": Hours,
-    "absent_hours": Hours,
-    "lasts_hours": Hours,
-    "arrive_hours": Hours,
-}
-
-
-def _override(raw: dict[str, Any], key: str, value: object, where: str) -> None:
-    parts = key.split(".")
-    table: Any = raw
-    for index, part in enumerate(parts[:-1]):
-        if part == "job" and isinstance(table.get("job"), list):
-            continue
-        if index and parts[index - 1] == "job":
-            table = next((job for job in raw["job"] if job.get("name") == part), None)
-        else:
-            table = table.setdefault(part, {}) if isinstance(table, dict) else None
-        if not isinstance(table, dict):
-            raise UsageError(f"{where}: {key}: no such table, expected a key like cluster.repair_hours")
-    table[parts[-1]] = value
-
-
-def _resolved(scenario: Scenario, path: Path) -> Scenario:
-    cluster = scenario.cluster
-    if cluster.trace is not None:
-        cluster = msgspec.structs.replace(cluster, trace=str(path.parent / cluster.trace))
-    jobs = tuple(_with_table(job, path) for job in scenario.job)
-    return msgspec.structs.replace(scenario, cluster=cluster, job=jobs)
-
-
 def _with_table(job: Job, path: Path) -> Job:
+    """`job` with the measurements that its `throughput` names."""
     if job.throughput is None:
         return job
     where = f"{path}: job.{job.name}.throughput"

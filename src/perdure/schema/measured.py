@@ -36,7 +36,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_measured(path: Path, where: str) -> Measured:
-    """Read a table from a CSV file, a run directory or a `metrics.jsonl`. Raises `UsageError` that starts with `where`."""
+    """Read a CSV file, a run directory or a `metrics.jsonl`. Raises `UsageError` that starts with `where`."""
     if path.is_dir():
         path = path / "metrics.jsonl"
     try:
@@ -64,8 +64,8 @@ def parse_csv(text: str, where: str) -> Measured:
         except (ValueError, IndexError):
             gpus, value = 0, math.nan
         if gpus < 1 or not math.isfinite(value) or value <= 0 or gpus in found:
-            found_text = ",".join(row)
-            raise UsageError(f"{where}: line {number}: {found_text!r}, expected a new gpus ≥ 1 and {units[0]} > 0")
+            text = ",".join(row)
+            raise UsageError(f"{where}: line {number}: {text!r}, expected a new gpus ≥ 1 and {units[0]} > 0")
         found[gpus] = value
     return _table(units[0], found, where)
 
@@ -89,7 +89,8 @@ def parse_metrics(text: str, where: str) -> Measured:
         # A step that followed another membership holds the change itself and says nothing of the speed.
         if after.step == before.step + 1 and after.workers == before.workers and after.time > before.time:
             durations.setdefault(after.workers, []).append(after.time - before.time)
-    return _table("step_s", {workers: statistics.median(times) for workers, times in durations.items()}, where)
+    medians = {workers: statistics.median(times) for workers, times in durations.items()}
+    return _table("step_s", medians, where)
 
 
 def _table(unit: Unit, found: dict[int, float], where: str) -> Measured:
