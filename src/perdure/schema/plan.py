@@ -1,0 +1,185 @@
+"""What workers report of themselves and what the coordinator answers: positions and plans.
+
+Micro-batches are numbered 0 … per_step−1 within a step; block `b` is the contiguous run of
+per_step/blocks of them that starts at b·per_step/blocks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from perdure.schema.ids import NONE, Generation, WorkerId
+
+
+class Run(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """`count` micro-batches from `first` on, folded in order into one leaf (P5)."""
+
+    first: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.count
+
+
+class Leaf(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One term of the canonical sum, and the one worker whose copy of it is used (P4)."""
+
+    first: int
+    count: int
+    worker: WorkerId
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.count
+
+
+class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Elements `lo` … `hi`−1 of bucket `bucket`'s finished gradient."""
+
+    bucket: int
+    lo: int
+    hi: int
+
+
+class Source(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A span of the finished gradient and the survivor that holds it."""
+
+    span: Span
+    worker: WorkerId
+
+
+class Address(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A member, the node it runs on, and where its peers reach it."""
+
+    worker: WorkerId
+    node: str
+    host: str
+    port: int
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What must be the same in every worker of a job: the cut of a step and of the gradient.
+
+    `buckets` are element counts in the order of the parameter list (E11); `until` is the number of
+    steps; `signature` is a digest over names, shapes and dtypes of everything protected.
+    """
+
+    per_step: int
+    blocks: int
+    until: int
+    buckets: tuple[int, ...]
+    signature: str = ""
+    state_bytes: int = 0
+
+    def block(self, micro_batch: int) -> int:
+        """The block of a micro-batch."""
+        return micro_batch // (self.per_step // self.blocks)
+
+    def run(self, block: int) -> Run:
+        """The micro-batches of a block."""
+        size = self.per_step // self.blocks
+        return Run(block * size, size)
+
+
+class Position(msgspec.Struct, frozen=True):
+    """What a worker has, reported after it sealed (P3, P4).
+
+    `committed` is the last committed step (−1: none) and counts a commit in progress (`committing`).
+    `held`, `in_hand` and `queue` speak of step committed+1; `whole` says that this worker holds that
+    step's whole gradient and that all the headers agreed (P2); `reduced` are the finished spans it holds,
+    worth something only together with `ledger_complete` (losses and weights of every micro-batch).
+    """
+
+    worker: WorkerId
+    generation: Generation = NONE
+    committed: int = -1
+    committing: bool = False
+    held: tuple[Run, ...] = ()
+    in_hand: int | None = None
+    queue: tuple[int, ...] = ()
+    whole: bool = False
+    reduced: tuple[Span, ...] = ()
+    ledger_complete: bool = False
+    healing: bool = False
+    left: bool = False
+    done: bool = False
+    digest: str = ""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One generation: who is in it and how the step after `base` is computed.
+
+    Exactly one plan exists per number, ever (P9). Members are in rank order. Everyone has step `base`
+    committed before it computes `base`+1: a member that has not, holds that step's gradient and commits
+    it first. `joiners` take the state at `base` from `donors`. `shares` are the micro-batches of step
+    `base`+1 that each member still computes, in order; `leaves` cover that step in canonical order. A
+    plan with `gather` needs no leaf: the survivors hold every finished span. Later steps follow
+    `core.assignment.nominal` from `home` (block → worker, −1 for an orphan).
+
+    A planned switch (`prepare`) has `base` −2: the step at which it starts is agreed in the headers (P6).
+    """
+
+    generation: Generation
+    members: tuple[Address, ...]
+    base: int
+    home: tuple[WorkerId, ...]
+    shares: dict[WorkerId, tuple[int, ...]] = {}
+    leaves: tuple[Leaf, ...] = ()
+    gather: tuple[Source, ...] = ()
+    joiners: tuple[WorkerId, ...] = ()
+    donors: tuple[Address, ...] = ()
+    follows: Generation = NONE
+    stop: bool = False
+
+    @property
+    def ranks(self) -> tuple[WorkerId, ...]:
+        """Worker ids in rank order."""
+        return tuple(member.worker for member in self.members)
+
+    @property
+    def step(self) -> int:
+        """The step that this plan's shares and leaves speak of."""
+        return self.base + 1
+
+
+SWITCH = -2
+"""`Plan.base` of a prepared generation: known only when all switch."""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One micro-batch in the ledger of a step: Σ weight·loss, Σ weight, and whether all was finite."""
+
+    micro_batch: int
+    weighted_loss: float
+    weight: float
+    finite: bool = True
+
+
+class Header(msgspec.Struct, frozen=True):
+    """One immutable header per (generation, step, worker), the same to all (P6).
+
+    `digest` is of the state that the step was computed from (after step−1); `ready` names the prepared
+    generation whose group this worker has formed; `fine` is false when the step must not be
+    committed (P7).
+    """
+
+    generation: Generation
+    step: int
+    worker: WorkerId
+    digest: str
+    entries: tuple[Entry, ...]
+    ready: Generation = NONE
+    fine: bool = True
+
+
+class Record(msgspec.Struct, frozen=True):
+    """The line of metrics.jsonl for one committed step; `logged` are the script's own values."""
+
+    step: int
+    loss: float
+    digest: str
+    time: float
+    workers: int
+    logged: dict[str, float | int | str | bool | None] = {}
+    samples: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
