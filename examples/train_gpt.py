@@ -13,9 +13,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from gpt import GPT, GPTConfig, load_text, loss_fn, make_optimizer, make_scheduler
 
 import perdure
+from gpt import GPT, GPTConfig, load_text, loss_fn, make_optimizer, make_scheduler
 
 
 def parse_args() -> argparse.Namespace:
@@ -23,9 +23,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, metavar="FILE", help="text to learn (default: Python's library)")
     parser.add_argument("--steps", type=int, default=200, help="optimizer updates")
     parser.add_argument("--micro-batch", type=int, default=4, help="windows in one micro-batch")
-    parser.add_argument(
-        "--per-step", type=int, default=16, help="micro-batches in one step, over all workers"
-    )
+    parser.add_argument("--per-step", type=int, default=16, help="micro-batches in a step, over all workers")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
