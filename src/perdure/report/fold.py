@@ -1,0 +1,249 @@
+"""Folds the records of a run into a report. Pure: the same records give the same report.
+
+1. Faults: each `fault_detected` starts one; a later notice of a worker that has already ended belongs to
+   the first. `fault_decided` gives severity and action; the first `generation_opened` that names the
+   worker as lost gives the micro-batches dealt again; the first unclaimed `healed` after it (the worker's
+   own, else on its node, else any) gives where its replacement's state came from.
+2. Steps: a step's time is the difference of two neighbouring commits within one start of the run.
+3. Stalls: (first commit after the fault − last commit before it) − the median step. Before the first commit
+   of a start counts the moment at which its first generation computed.
+4. Goodput: (worker-seconds between commits − the stalls in them) / (worker-seconds that processes existed):
+   starting, healing, waiting as a standby, stalls and the time around the loop all count against it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from perdure.report.lives import fold_lives
+from perdure.report.model import FINAL_KINDS, Fault, Life, Moment, Report, StepTime
+from perdure.report.records import Commit, Event, Records
+
+NOTED = {
+    "run_started": "started",
+    "checkpoint_refused": "checkpoint refused",
+    "refused": "refused",
+    "given_up": "given up",
+    "run_ended": "ended",
+}
+"""Events that a reader should see word for word, and what the page calls them."""
+
+_REPLACING = ("replace", "isolate", "leave")
+"""Actions after which another worker takes the lost one's place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A fault, when it happened (Unix seconds) and in which step."""
+
+    fault: Fault
+    time: float
+    step: int | None
+
+
+def fold(records: Records) -> Report:
+    """The report of one run directory's records."""
+    events, commits = records.events, records.commits
+    origins = _origins(events)
+    steps = _step_times(commits, [start for start, _ in origins])
+    known = [step.seconds for step in steps if step.seconds is not None]
+    step_s = median(known) if known else None
+    exit_code = _exit_code(events)
+    timed = [_with_stall(t, commits, origins, step_s, exit_code) for t in _faults(events)]
+    lives = fold_lives(events, [c.time for c in commits])
+    moments = [e.wall_s for e in events] + [c.time for c in commits]
+    return Report(
+        committed_steps=len(commits),
+        final_digest=commits[-1].digest if commits else None,
+        step_s_median=step_s,
+        goodput=_goodput(steps, timed, lives, origins, step_s),
+        faults=tuple(t.fault for t in timed),
+        fault_times=tuple(Moment(t.time, t.step, t.fault.kind, t.fault.message) for t in timed),
+        steps=steps,
+        lives=lives,
+        notes=tuple(_note(e) for e in events if e.name in NOTED),
+        start=min(moments, default=None),
+        end=max(moments, default=None),
+        exit_code=exit_code,
+        checkpoints=sum(e.name == "checkpoint_written" for e in events),
+        unread=records.unread,
+    )
+
+
+def _origins(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """For each start of the run: its time, and when its first generation computed (else the start itself)."""
+    origins: list[tuple[float, float]] = []
+    waiting = False
+    for event in events:
+        if event.name == "run_started":
+            origins.append((event.wall_s, event.wall_s))
+            waiting = True
+        elif event.name == "generation_computing" and (waiting or not origins):
+            start = origins.pop()[0] if origins else event.wall_s
+            origins.append((start, event.wall_s))
+            waiting = False
+    return origins
+
+
+def _exit_code(events: Sequence[Event]) -> int | None:
+    """The exit code of the newest start; None while it runs or when its launcher was killed."""
+    for event in reversed(events):
+        if event.name == "run_started":
+            return None
+        if event.name == "run_ended":
+            code = event.number("exit_code")
+            return None if code is None else int(code)
+    return None
+
+
+def _step_times(commits: Sequence[Commit], starts: Sequence[float]) -> tuple[StepTime, ...]:
+    steps: list[StepTime] = []
+    before: Commit | None = None
+    for commit in commits:
+        neighbour = (
+            before is not None
+            and before.step == commit.step - 1
+            and bisect_right(starts, before.time) == bisect_right(starts, commit.time)
+        )
+        seconds = commit.time - before.time if before is not None and neighbour else None
+        steps.append(StepTime(commit.step, commit.time, seconds, commit.workers, commit.loss))
+        before = commit
+    return tuple(steps)
+
+
+def _faults(events: Sequence[Event]) -> list[_Timed]:
+    """All faults in the order in which they were known, without their stalls."""
+    heads: list[int] = []
+    ended: set[int] = set()
+    for index, event in enumerate(events):
+        if event.name == "run_started":
+            ended.clear()
+        if event.name != "fault_detected" or event.worker in ended:
+            continue
+        heads.append(index)
+        if event.worker is not None and event.text("kind") in FINAL_KINDS:
+            ended.add(event.worker)
+    decided = _claims(events, heads, "fault_decided")
+    dealt = _dealt(events, heads)
+    healed = _healed(events, heads, decided)
+    return [_fault(events[i], decided.get(i), dealt.get(i, 0), healed.get(i)) for i in heads]
+
+
+def _fault(event: Event, decided: Event | None, dealt: int, healed: Event | None) -> _Timed:
+    detect_s = event.number("detect_s")
+    fault = Fault(
+        kind=event.text("kind"),
+        worker=event.worker,
+        node=event.node,
+        detected_by=event.text("detected_by"),
+        severity=decided.text("severity") if decided else "",
+        action=decided.text("action") if decided else "",
+        detect_s=detect_s,
+        stall_s=None,
+        recomputed_micro_batches=dealt,
+        state_source=(healed.text("source") if healed else "") or "none",
+        healed_bytes=int((healed.number("bytes") if healed else None) or 0),
+        message=event.text("message"),
+    )
+    return _Timed(fault, event.wall_s - (detect_s or 0.0), event.step)
+
+
+def _claims(events: Sequence[Event], heads: Sequence[int], name: str) -> dict[int, Event]:
+    """For each fault the first event `name` of the same worker (and node) after it, each used once."""
+    found: dict[int, Event] = {}
+    used: set[int] = set()
+    for head in heads:
+        for index in range(head + 1, len(events)):
+            event = events[index]
+            same = event.worker == events[head].worker and event.node in ("", events[head].node)
+            if event.name == name and same and index not in used:
+                used.add(index)
+                found[head] = event
+                break
+    return found
+
+
+def _dealt(events: Sequence[Event], heads: Sequence[int]) -> dict[int, int]:
+    """Micro-batches dealt again, for each fault; several that one generation answered share them evenly."""
+    answered: dict[int, list[int]] = {}
+    for head in heads:
+        worker = events[head].worker
+        for index in range(head + 1, len(events)):
+            lost = events[index].workers("lost") if events[index].name == "generation_opened" else ()
+            if lost and (worker is None or worker in lost):
+                answered.setdefault(index, []).append(head)
+                break
+    shares: dict[int, int] = {}
+    for index, together in answered.items():
+        total = int(events[index].number("dealt") or 0)
+        for place, head in enumerate(together):
+            shares[head] = total // len(together) + (place < total % len(together))
+    return shares
+
+
+def _healed(events: Sequence[Event], heads: Sequence[int], decided: dict[int, Event]) -> dict[int, Event]:
+    """For each fault that was answered by a replacement (or by healing the worker itself), its `healed`."""
+    found: dict[int, Event] = {}
+    free = [i for i, event in enumerate(events) if event.name == "healed"]
+    for head in heads:
+        fault = events[head]
+        later = [i for i in free if i > head]
+        own = [i for i in later if events[i].worker == fault.worker]
+        if head in decided and decided[head].text("action") in _REPLACING:
+            here = [i for i in later if events[i].node == fault.node]
+            own = own or here or later
+        if own:
+            found[head] = events[own[0]]
+            free.remove(own[0])
+    return found
+
+
+def _with_stall(
+    timed: _Timed,
+    commits: Sequence[Commit],
+    origins: Sequence[tuple[float, float]],
+    step_s: float | None,
+    exit_code: int | None,
+) -> _Timed:
+    times = sorted(c.time for c in commits)
+    after = bisect_right(times, timed.time)
+    if after == len(times):
+        return replace(timed, fault=replace(timed.fault, stall_s=0.0 if exit_code == 0 else None))
+    before = times[after - 1] if after else None
+    starts = [start for start, _ in origins]
+    run = bisect_right(starts, timed.time) - 1
+    if run >= 0 and (before is None or before < starts[run]):
+        before = min(origins[run][1], timed.time)
+    if before is None or step_s is None:
+        return timed
+    return replace(timed, fault=replace(timed.fault, stall_s=times[after] - before - step_s))
+
+
+def _goodput(
+    steps: Sequence[StepTime],
+    faults: Sequence[_Timed],
+    lives: Sequence[Life],
+    origins: Sequence[tuple[float, float]],
+    step_s: float | None,
+) -> float | None:
+    existed = sum(life.seconds for life in lives)
+    if existed <= 0 or step_s is None:
+        return None
+    times = [step.time for step in steps]
+    disturbed = {bisect_right(times, t.time) for t in faults}
+    useful = 0.0
+    for index, step in enumerate(steps):
+        seconds = step.seconds
+        if seconds is None:  # the first step of a start, from the moment at which its generation computed
+            begun = [begin for _, begin in origins if begin <= step.time]
+            seconds = min(step.time - begun[-1], step_s) if begun else 0.0
+        useful += step.workers * (min(seconds, step_s) if index in disturbed else seconds)
+    return min(1.0, useful / existed)
+
+
+def _note(event: Event) -> Moment:
+    said = [f"{key} {value}" for key, value in event.extra.items() if value not in (None, "", [], {})]
+    return Moment(event.wall_s, event.step, NOTED[event.name], ", ".join(said))

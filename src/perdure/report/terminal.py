@@ -1,0 +1,72 @@
+"""The report as text for a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from perdure.report.chart import duration
+from perdure.report.model import Fault, Report
+
+
+def render(report: Report) -> RenderableType:
+    """A summary and one line a fault, for `rich.console.Console.print`."""
+    parts: list[RenderableType] = [_summary(report)]
+    parts.append(_faults(report.faults) if report.faults else Text("No faults."))
+    for note in report.notes:
+        if note.label not in ("started", "ended"):
+            parts.append(Text(f"{note.label}: {note.detail}", style="yellow"))
+    if report.unread:
+        parts.append(Text(f"{report.unread} lines of the logs could not be read", style="yellow"))
+    return Group(*parts)
+
+
+def outcome(report: Report) -> str:
+    """How the run ended, in a word or two."""
+    if report.exit_code is None:
+        return "not ended"
+    return "done" if report.exit_code == 0 else f"ended with exit code {report.exit_code}"
+
+
+def _summary(report: Report) -> Table:
+    table = Table.grid(padding=(0, 2))
+    step = "–" if report.step_s_median is None else duration(report.step_s_median)
+    goodput = "–" if report.goodput is None else f"{report.goodput:.1%}"
+    recomputed = sum(fault.recomputed_micro_batches for fault in report.faults)
+    table.add_row("run", outcome(report))
+    table.add_row("committed steps", str(report.committed_steps))
+    table.add_row("final digest", report.final_digest or "–")
+    table.add_row("step (median)", step)
+    table.add_row("goodput", goodput)
+    table.add_row("faults", f"{len(report.faults)}, {recomputed} micro-batches computed again")
+    table.add_row("checkpoints", str(report.checkpoints))
+    return table
+
+
+def _faults(faults: tuple[Fault, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "kind", "worker", "known by", "after", "action", "stall", "again", "state from"):
+        table.add_column(
+            name, justify="right" if name in ("", "worker", "after", "stall", "again") else "left"
+        )
+    table.add_column("message", overflow="ellipsis", no_wrap=True)
+    for number, fault in enumerate(faults, 1):
+        table.add_row(
+            str(number),
+            fault.kind,
+            where(fault),
+            fault.detected_by,
+            "–" if fault.detect_s is None else duration(fault.detect_s),
+            " ".join(part for part in (fault.severity, fault.action) if part),
+            "–" if fault.stall_s is None else duration(fault.stall_s),
+            str(fault.recomputed_micro_batches),
+            fault.state_source,
+            Text(fault.message.splitlines()[0] if fault.message else ""),
+        )
+    return table
+
+
+def where(fault: Fault) -> str:
+    """The worker, or the node when the whole node was lost."""
+    return fault.node if fault.worker is None else str(fault.worker)
