@@ -60,7 +60,7 @@ class Curve:
 def job_curve(
     job: Job, cluster: Cluster, kind: GpuKind, efficiency: Efficiency = DEFAULT_EFFICIENCY
 ) -> Curve:
-    """The curve of `job` on nodes of `cluster`. Raises `UsageError` if no number of GPUs it may have will do."""
+    """The curve of `job` on nodes of `cluster`. Raises `UsageError` if it can run on no allowed number."""
     per_node = cluster.gpus_per_node
     machine = Machine(kind=kind, gpus_per_node=per_node, efficiency=efficiency)
     # A spare or a repaired node may come on top of the planned ones: curves reach as far as machines do.

@@ -163,7 +163,7 @@ def _pass_times(model: Model, machine: Machine, tensor: Ints, micro_batch: Ints)
 
 @dataclasses.dataclass(frozen=True)
 class _Layouts:
-    """Every layout of a model that fits a GPU's memory but for the data-parallel degree, as parallel arrays."""
+    """Every layout that fits a GPU's memory, but for the data-parallel degree, as parallel arrays."""
 
     tensor: Ints
     pipeline: Ints
