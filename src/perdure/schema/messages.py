@@ -15,7 +15,7 @@ from perdure.schema.plan import Address, Plan, Position, Record, Shape
 Scalar = float | int | str | bool | None
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Base of every control message; the type's name is its tag on the wire."""
 
 
@@ -401,6 +401,46 @@ class Notice(Message, frozen=True):
 
 
 CoordinatorToAgent = AgentWelcome | StartWorker | StopWorker | ToWorker | EndAgent | Notice
+
+
+# ── agent ↔ zygote ──────────────────────────────────────────────────────────────────────────────────
+
+
+class ZygoteReady(Message, frozen=True):
+    """The zygote has imported torch: forks are quick from now on."""
+
+
+class Fork(Message, frozen=True):
+    """Fork a worker. The frame carries four descriptors: control, progress page, stdout, stderr.
+
+    `script` is a path and its arguments, or `-m`, a module and its arguments; `env` is put on top of the
+    zygote's environment; `data_key` opens connections between the job's workers.
+    """
+
+    worker: WorkerId
+    script: tuple[str, ...]
+    cwd: str
+    env: dict[str, str]
+    node: str
+    host: str
+    data_key: bytes
+
+
+class Forked(Message, frozen=True):
+    """The worker exists as `pid`, a child of the agent; it waits for one byte on its control socket."""
+
+    worker: WorkerId
+    pid: int
+
+
+class ForkFailed(Message, frozen=True):
+    """The system refused a process."""
+
+    worker: WorkerId
+    reason: str
+
+
+ZygoteMessage = ZygoteReady | Forked | ForkFailed
 
 
 # ── observer ↔ coordinator ──────────────────────────────────────────────────────────────────────────
