@@ -186,9 +186,15 @@ def _steps(axis: TimeAxis, report: Report) -> StepChart:
     def y(seconds: float) -> float:
         return STEPS_HEIGHT - BOTTOM - seconds / top * (STEPS_HEIGHT - TOP - BOTTOM)
 
-    lines = (
-        " ".join(f"{axis.x(s.time):.1f},{y(s.seconds or 0.0):.1f}" for s in _thin(run)) for run in runs if run
-    )
+    lines = []
+    for run in filter(None, runs):
+        stairs = len(run) <= POINTS_MAX  # a step as wide as it took; thinned, only its end
+        points = []
+        for step in _thin(run):
+            seconds = step.seconds or 0.0
+            points += [(step.time - seconds, seconds)] if stairs else []
+            points += [(step.time, seconds)]
+        lines.append(" ".join(f"{axis.x(time):.1f},{y(seconds):.1f}" for time, seconds in points))
     median_y = None if report.step_s_median is None else y(report.step_s_median)
     return StepChart(
         tuple(lines), median_y, tuple((y(i * tick), duration(i * tick)) for i in range(count + 1))

@@ -14,6 +14,9 @@ def render(report: Report) -> RenderableType:
     """A summary and one line a fault, for `rich.console.Console.print`."""
     parts: list[RenderableType] = [_summary(report)]
     parts.append(_faults(report.faults) if report.faults else Text("No faults."))
+    for number, fault in enumerate(report.faults, 1):
+        if fault.message:
+            parts.append(Text(f"{number}: {fault.message.splitlines()[0]}", style="dim"))
     for note in report.notes:
         if note.label not in ("started", "ended"):
             parts.append(Text(f"{note.label}: {note.detail}", style="yellow"))
@@ -47,10 +50,8 @@ def _summary(report: Report) -> Table:
 def _faults(faults: tuple[Fault, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "kind", "worker", "known by", "after", "action", "stall", "again", "state from"):
-        table.add_column(
-            name, justify="right" if name in ("", "worker", "after", "stall", "again") else "left"
-        )
-    table.add_column("message", overflow="ellipsis", no_wrap=True)
+        right = name in ("", "worker", "after", "stall", "again")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
     for number, fault in enumerate(faults, 1):
         table.add_row(
             str(number),
@@ -62,7 +63,6 @@ def _faults(faults: tuple[Fault, ...]) -> Table:
             "–" if fault.stall_s is None else duration(fault.stall_s),
             str(fault.recomputed_micro_batches),
             fault.state_source,
-            Text(fault.message.splitlines()[0] if fault.message else ""),
         )
     return table
 
