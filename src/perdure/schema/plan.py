@@ -62,7 +62,9 @@ class Shape(msgspec.Struct, frozen=True):
     """What must be the same in every worker of a job: the cut of a step and of the gradient.
 
     `buckets` are element counts in the order of the parameter list (E11); `until` is the number of
-    steps; `signature` is a digest over names, shapes and dtypes of everything protected.
+    steps; `signature` is a digest over names, shapes and dtypes of everything protected. With
+    `first_block_whole` the micro-batches of block 0 are computed in order by one worker (E8). An epoch has
+    `epoch_steps` steps, the last of which has only `last_in_epoch` micro-batches (0: all are full).
     """
 
     per_step: int
@@ -71,6 +73,9 @@ class Shape(msgspec.Struct, frozen=True):
     buckets: tuple[int, ...]
     signature: str = ""
     state_bytes: int = 0
+    first_block_whole: bool = False
+    epoch_steps: int = 0
+    last_in_epoch: int = 0
 
     def block(self, micro_batch: int) -> int:
         """The block of a micro-batch."""
@@ -80,6 +85,12 @@ class Shape(msgspec.Struct, frozen=True):
         """The micro-batches of a block."""
         size = self.per_step // self.blocks
         return Run(block * size, size)
+
+    def present(self, step: int) -> int:
+        """How many micro-batches step `step` has: they are 0 … present−1."""
+        if self.last_in_epoch and step % self.epoch_steps == self.epoch_steps - 1:
+            return self.last_in_epoch
+        return self.per_step
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -117,7 +128,10 @@ class Plan(msgspec.Struct, frozen=True):
     plan with `gather` needs no leaf: the survivors hold every finished span. Later steps follow
     `core.assignment.nominal` from `home` (block → worker, −1 for an orphan).
 
-    A planned switch (`prepare`) has `base` −2: the step at which it starts is agreed in the headers (P6).
+    A planned switch (`prepare`) has `base` −2: the step at which it starts is agreed in the headers (P6);
+    it names the generation that it `follows`, and `stop` ends the job there. `resting` members compute
+    nothing in their first step, because taking the state will last a good part of it. Leaves and spans
+    of step `base`+1 held by a worker in `void` are thrown away (P8).
     """
 
     generation: Generation
@@ -129,8 +143,10 @@ class Plan(msgspec.Struct, frozen=True):
     gather: tuple[Source, ...] = ()
     joiners: tuple[WorkerId, ...] = ()
     donors: tuple[Address, ...] = ()
+    resting: tuple[WorkerId, ...] = ()
     follows: Generation = NONE
     stop: bool = False
+    void: tuple[WorkerId, ...] = ()
 
     @property
     def ranks(self) -> tuple[WorkerId, ...]:
@@ -156,7 +172,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     finite: bool = True
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, frozen=True, tag=True):
     """One immutable header per (generation, step, worker), the same to all (P6).
 
     `digest` is of the state that the step was computed from (after step−1); `ready` names the prepared
@@ -171,6 +187,25 @@ class Header(msgspec.Struct, frozen=True):
     entries: tuple[Entry, ...]
     ready: Generation = NONE
     fine: bool = True
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Said to every member: I hold the step's whole gradient and all headers agreed (P2)."""
+
+    generation: Generation
+    step: int
+    worker: WorkerId
+
+
+class Switched(msgspec.Struct, frozen=True, tag=True):
+    """Said to joiners: I work in the generation from the step after `base` on (P6)."""
+
+    generation: Generation
+    base: int
+    worker: WorkerId
+
+
+PeerMessage = Header | Hold | Switched
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -1,0 +1,111 @@
+"""When the protected state is written to disk, and by whom. Pure.
+
+The writer copies its state at a step boundary and writes aside; the coordinator publishes what it wrote
+(P18, G4): only from a member, and only once the step's digest is known to be everybody's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perdure.schema import messages as msg
+from perdure.schema.ids import WorkerId
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Have this worker write the state after `step` (or the next one it commits)."""
+
+    worker: WorkerId
+    step: int
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Move a checkpoint that was written aside into its place."""
+
+    written: msg.CheckpointWritten
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Throw away what was written aside, and say why."""
+
+    written: msg.CheckpointWritten
+    reason: str
+
+
+Action = Ask | Publish | Discard
+
+
+class Checkpoints:
+    """One checkpoint at a time: asked for, written, agreed upon, published."""
+
+    def __init__(self, every: int | None, every_s: float = 60.0) -> None:
+        """
+        Args:
+            every: a checkpoint after each `every` steps; 0 turns them off; None: by time.
+            every_s: seconds between checkpoints by time.
+        """
+        self.every = every
+        self.every_s = every_s
+        self.last = -1
+        self.asked: tuple[WorkerId, int] | None = None
+        self._written: msg.CheckpointWritten | None = None
+        self._last_s: float | None = None
+
+    @property
+    def off(self) -> bool:
+        """Whether there are to be no checkpoints at all."""
+        return self.every == 0
+
+    def due(self, committed: int, writer: WorkerId | None, now: float) -> list[Action]:
+        """Ask for the next checkpoint if it is time; `committed` is the last step known committed."""
+        if self._last_s is None:
+            self._last_s = now
+        if self.off or writer is None or self.asked is not None or self._written is not None:
+            return []
+        if self.every is not None:
+            step = max((committed + 2 + self.every - 1) // self.every, 1) * self.every - 1
+        elif now - self._last_s >= self.every_s:
+            step = committed + 1
+        else:
+            return []
+        self.asked = (writer, step)
+        return [Ask(writer, step)]
+
+    def final(self, step: int, writer: WorkerId) -> list[Action]:
+        """Ask for the last state, at the end."""
+        self.asked, self._written = (writer, step), None
+        return [Ask(writer, step)]
+
+    def written(
+        self, written: msg.CheckpointWritten, member: bool, digests: dict[int, str], now: float
+    ) -> list[Action]:
+        """A worker wrote aside; publish when the step is known to be everybody's."""
+        self.asked = None
+        if not member:
+            return [Discard(written, "its writer is not a member any more")]
+        self._written, self._last_s = written, now
+        return self.known(digests)
+
+    def known(self, digests: dict[int, str]) -> list[Action]:
+        """Steps' digests as far as they are agreed upon: something may be published now."""
+        written = self._written
+        if written is None or written.step not in digests:
+            return []
+        self._written = None
+        agreed = digests[written.step]
+        if agreed and written.digest and agreed != written.digest:
+            return [Discard(written, f"its digest {written.digest} is not the agreed {agreed}")]
+        self.last = written.step
+        return [Publish(written)]
+
+    def failed(self, now: float) -> None:
+        """The writer could not write; the next one comes at its time."""
+        self.asked, self._last_s = None, now
+
+    def lost(self, worker: WorkerId) -> None:
+        """A worker died: if it was the writer, ask another when the time comes."""
+        if self.asked is not None and self.asked[0] == worker:
+            self.asked = None

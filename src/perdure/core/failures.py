@@ -1,0 +1,93 @@
+"""What a worker's death means: replace it, or end the run (G7). Pure.
+
+- The same exception type at the same innermost line of the user's code again before a further commit is
+  the user's error, and so is one that every worker raises in one step.
+- A death without an exception (signal, exit code) that repeats at start-up, before any worker reached its
+  first step, is a crash loop.
+- Everything else is a fault: SEV2 (restart the process), within a budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOOP_LIMIT = 3
+"""So many deaths in a row at start-up, with nothing reached in between, are a crash loop."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a worker ended. `where` is the innermost line of the user's code, empty without an exception."""
+
+    kind: str
+    exit_code: int | None
+    signal: int | None
+    exception: str = ""
+    where: str = ""
+    message: str = ""
+    refused: bool = False
+
+    @property
+    def signature(self) -> tuple[str, str]:
+        """What makes two deaths the same."""
+        if self.exception:
+            return (self.exception, self.where)
+        return (self.kind, f"signal {self.signal}" if self.signal else f"exit code {self.exit_code}")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer to a death: `action` is of DESIGN §7; a `stop` has an exit code and a message."""
+
+    severity: str
+    action: str
+    exit_code: int = 0
+    message: str = ""
+
+
+class Failures:
+    """The failure budget and the memory of what already happened."""
+
+    def __init__(self, max_failures: int) -> None:
+        self.max_failures = max_failures
+        self.count = 0
+        self._since_progress: set[tuple[str, str]] = set()
+        self._at_start = 0
+        self._last_at_start: tuple[str, str] | None = None
+
+    def progress(self) -> None:
+        """A step was committed: earlier errors are over."""
+        self._since_progress.clear()
+        self._at_start = 0
+
+    def reached_first_step(self) -> None:
+        """Some worker got through its start-up."""
+        self._at_start = 0
+
+    def judge(self, death: Death, reached_first_step: bool) -> Decision:
+        """Decide what a death means; counts it."""
+        self.count += 1
+        if death.refused:
+            return Decision("SEV2", "stop", death.exit_code or 4, death.message)
+        repeated = bool(death.exception) and death.signature in self._since_progress
+        self._since_progress.add(death.signature)
+        if repeated:
+            return Decision(
+                "SEV2",
+                "stop",
+                1,
+                f"{death.exception} at {death.where} again without progress: an error of the script",
+            )
+        if not reached_first_step:
+            self._at_start = self._at_start + 1 if death.signature == self._last_at_start else 1
+            self._last_at_start = death.signature
+            if self._at_start >= LOOP_LIMIT:
+                what = " ".join(death.signature)
+                return Decision(
+                    "SEV2", "stop", 1, f"{self._at_start} workers in a row ended at start-up: {what}"
+                )
+        if self.count > self.max_failures:
+            return Decision(
+                "SEV1", "stop", 3, f"{self.count} failures, more than --max-failures {self.max_failures}"
+            )
+        return Decision("SEV2", "replace")

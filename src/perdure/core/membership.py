@@ -1,0 +1,308 @@
+"""Which workers make up a job's generations, and when a new one is opened. Pure.
+
+Unplanned (a member is lost):
+1. `lost` opens the next number: `Seal` goes to every survivor of the union of the current and the
+   prepared memberships (P11).
+2. Each survivor answers with its position (`report`).
+3. When all have answered, `core.resume` makes the one plan of that number and `Open` carries it.
+   A further loss meanwhile is simply the next number.
+
+Planned (a joiner is ready, a worker leaves, the job is stopped):
+1. `Prepare` names the generation it follows; it is sent once that one is adopted by all (P6).
+2. Members form its group while they train; the headers agree on the boundary; `adopted` tells.
+3. Leavers stay donors until every member of the new generation has switched (P16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.core import assignment, resume
+from perdure.schema import messages as msg
+from perdure.schema.errors import ProtocolError
+from perdure.schema.ids import Generation, WorkerId
+from perdure.schema.plan import SWITCH, Address, Plan, Position, Shape
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a message to a worker."""
+
+    worker: WorkerId
+    message: msg.CoordinatorMessage
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A generation's plan is out: `lost` since the one before, `dealt` micro-batches dealt again."""
+
+    plan: Plan
+    lost: tuple[WorkerId, ...]
+    dealt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Every member works in the generation."""
+
+    plan: Plan
+    base: int
+
+
+@dataclass(frozen=True)
+class Left:
+    """A leaver is no longer needed as a donor."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True)
+class Stale:
+    """This worker's state is of no use to anybody: end it and start another."""
+
+    worker: WorkerId
+    reason: str
+
+
+Action = Tell | Opened | Computing | Left | Stale
+
+
+@dataclass
+class Peer:
+    """A worker that reached its first step."""
+
+    address: Address
+    position: Position
+    leaving: bool = False
+    healed: bool = True
+
+
+@dataclass
+class Opening:
+    """A generation whose positions are being collected."""
+
+    generation: Generation
+    members: tuple[Address, ...]
+    positions: dict[WorkerId, Position] = field(default_factory=dict)
+
+
+class Membership:
+    """The generations of one job under one incarnation of the coordinator."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.peers: dict[WorkerId, Peer] = {}
+        self.shape: Shape | None = None
+        self.current: Plan | None = None
+        self.opening: Opening | None = None
+        self.prepared: Plan | None = None
+        self.adopted_by: set[WorkerId] = set()
+        self.switched_by: set[WorkerId] = set()
+        self.progress = -1
+        self._last = Generation(incarnation, 0)
+        self._lost: list[WorkerId] = []
+        self._void: list[WorkerId] = []
+
+    # ── what is ─────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def members(self) -> tuple[WorkerId, ...]:
+        """Living members of the newest generation that has a plan."""
+        return tuple(w for w in self.current.ranks if w in self.peers) if self.current else ()
+
+    @property
+    def spare(self) -> tuple[WorkerId, ...]:
+        """Workers that wait at their first step and belong to no generation."""
+        bound = self._bound()
+        return tuple(w for w, peer in self.peers.items() if w not in bound and not peer.leaving)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the current generation is adopted by all and all of it have their state."""
+        return (
+            self.current is not None
+            and self.opening is None
+            and self.adopted_by >= set(self.members)
+            and all(self.peers[w].healed for w in self.members)
+        )
+
+    def _bound(self) -> dict[WorkerId, Address]:
+        """Everyone who belongs to a generation that may still matter, in rank order."""
+        plans = [plan for plan in (self.current, self.prepared) if plan is not None]
+        bound = {m.worker: m for plan in plans for m in plan.members}
+        if self.opening is not None:
+            bound.update((m.worker, m) for m in self.opening.members)
+        return bound
+
+    # ── what happens ────────────────────────────────────────────────────────────────────────────────
+
+    def ready(self, address: Address, position: Position, shape: Shape) -> None:
+        """A worker reached its first step (or is seen again after the coordinator's restart)."""
+        self.shape = self.shape or shape
+        self.peers[address.worker] = Peer(address, position)
+
+    def restored(self, worker: WorkerId, step: int, digest: str) -> None:
+        """A worker took its state from a checkpoint."""
+        peer = self.peers[worker]
+        self.progress = max(self.progress, step)
+        peer.position = Position(worker=worker, committed=step, digest=digest)
+
+    def start(self, workers: Iterable[WorkerId]) -> list[Action]:
+        """Open the first generation of this incarnation with these workers."""
+        members = tuple(self.peers[w].address for w in workers)
+        return self._open(members)
+
+    def lost(self, worker: WorkerId, corrupt: bool = False) -> list[Action]:
+        """A worker is gone (reaped by its agent, or its node is out of reach)."""
+        bound = self._bound()
+        self.peers.pop(worker, None)
+        if worker not in bound:
+            return []
+        self._lost.append(worker)
+        if corrupt:
+            self._void.append(worker)
+        survivors = tuple(address for w, address in bound.items() if w in self.peers)
+        if not survivors:
+            self.current = self.prepared = None
+            self.opening = None
+            return []
+        return self._open(survivors)
+
+    def again(self) -> list[Action]:
+        """Retry in place: the same members in a new generation (P11)."""
+        return self._open(tuple(address for w, address in self._bound().items() if w in self.peers))
+
+    def report(self, worker: WorkerId, generation: Generation, position: Position) -> list[Action]:
+        """A survivor's position; the last one makes the plan."""
+        opening = self.opening
+        if opening is None or generation != opening.generation or worker not in self.peers:
+            return []
+        opening.positions[worker] = position
+        if any(m.worker not in opening.positions for m in opening.members):
+            return []
+        return self._plan(opening)
+
+    def adopted(self, worker: WorkerId, generation: Generation, base: int) -> list[Action]:
+        """A worker works in a generation; for a prepared one that means the switch happened."""
+        actions: list[Action] = []
+        if self.prepared is not None and generation == self.prepared.generation:
+            self.switched_by.add(worker)
+            if self.switched_by >= {w for w in self.prepared.ranks if w in self.peers}:
+                actions += self._switched(self.prepared, base)
+        elif self.current is not None and generation == self.current.generation:
+            news = worker not in self.adopted_by
+            self.adopted_by.add(worker)
+            if news and self.adopted_by >= set(self.members):
+                actions.append(Computing(self.current, base))
+                actions += self._release_leavers(self.current)
+        return actions
+
+    def healed(self, worker: WorkerId) -> None:
+        """A joiner has its state."""
+        if worker in self.peers:
+            self.peers[worker].healed = True
+
+    def leaving(self, worker: WorkerId) -> bool:
+        """A worker asks to leave; true if it belongs to a generation and must hand over first."""
+        if worker in self.peers:
+            self.peers[worker].leaving = True
+        return worker in self._bound()
+
+    def prepare(self, members: Sequence[WorkerId], resting: bool = False, stop: bool = False) -> list[Action]:
+        """Ask for a planned switch to these members, unless one is under way or the time is not right."""
+        current = self.current
+        if current is None or not self.settled or self.shape is None:
+            return []
+        if self.prepared is not None and (self.prepared.ranks, self.prepared.stop) == (tuple(members), stop):
+            return []
+        if not stop and tuple(members) == current.ranks:
+            return []
+        joiners = tuple(w for w in members if w not in current.ranks)
+        plan = Plan(
+            generation=self._number(),
+            members=tuple(self.peers[w].address for w in members),
+            base=SWITCH,
+            home=assignment.homes(self.shape.blocks, current.home, members),
+            joiners=joiners,
+            donors=tuple(m for m in current.members if m.worker in self.peers),
+            resting=joiners if resting else (),
+            follows=current.generation,
+            stop=stop,
+        )
+        self.prepared, self.switched_by = plan, set()
+        for worker in joiners:
+            self.peers[worker].healed = False
+        told = dict.fromkeys([*current.ranks, *members])
+        return [Tell(w, msg.Prepare(plan)) for w in told if w in self.peers]
+
+    # ── how ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _number(self) -> Generation:
+        self._last = Generation(self._last.incarnation, self._last.number + 1)
+        return self._last
+
+    def _open(self, members: tuple[Address, ...]) -> list[Action]:
+        """Seal everything older and collect positions (P9, P10: at least one sealed old member)."""
+        opening = Opening(self._number(), members)
+        self.opening = opening
+        return [Tell(m.worker, msg.Seal(opening.generation, members)) for m in members]
+
+    def _plan(self, opening: Opening) -> list[Action]:
+        """All positions are here: one plan for this number, ever."""
+        assert self.shape is not None
+        positions = opening.positions.values()
+        if self.progress >= 0 and not any(resume.synced(position) for position in positions):
+            # P10, G5: what is left are joiners without state; they must not start the job anew.
+            self.current = self.opening = self.prepared = None
+            return [Stale(p.worker, "no survivor holds the state of the job") for p in positions]
+        try:
+            outcome = resume.resume(
+                opening.generation,
+                opening.members,
+                opening.positions,
+                self.shape,
+                self.current.home if self.current else (),
+                tuple(self._void),
+            )
+        except ProtocolError as error:
+            return [Stale(w, str(error)) for w in _hindmost(opening)]
+        plan = outcome.plan
+        self.progress = max(self.progress, plan.base)
+        if any(position.done for position in positions) and plan.step < self.shape.until:
+            plan = msgspec.structs.replace(plan, stop=True)
+        first = self.current is None
+        self.current, self.opening, self.prepared = plan, None, None
+        self.adopted_by = set()
+        for worker in plan.ranks:
+            self.peers[worker].healed = worker not in plan.joiners
+        opened = Opened(plan, tuple(self._lost), len(outcome.dealt), "start" if first else outcome.reason)
+        self._lost, self._void = [], []
+        return [opened, *(Tell(m.worker, msg.Open(plan)) for m in opening.members)]
+
+    def _switched(self, plan: Plan, base: int) -> list[Action]:
+        """Every member of the prepared generation works in it."""
+        self.current, self.prepared = plan, None
+        self.adopted_by = set(self.switched_by)
+        self.progress = max(self.progress, base)
+        for worker in plan.joiners:
+            if worker in self.peers:
+                self.peers[worker].healed = False
+        actions: list[Action] = [
+            Opened(plan, (), 0, "stop" if plan.stop else "switch"),
+            Computing(plan, base),
+        ]
+        return actions + self._release_leavers(plan)
+
+    def _release_leavers(self, plan: Plan) -> list[Action]:
+        """P16: those who left may go, now that all members have switched."""
+        gone = [w for w, peer in self.peers.items() if peer.leaving and w not in plan.ranks]
+        return [Left(w) for w in gone] if not plan.stop else []
+
+
+def _hindmost(opening: Opening) -> list[WorkerId]:
+    """The workers that keep a plan from being made: those furthest behind."""
+    least = min(p.committed for p in opening.positions.values() if resume.synced(p))
+    return [w for w, p in opening.positions.items() if resume.synced(p) and p.committed == least]

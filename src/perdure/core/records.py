@@ -1,0 +1,54 @@
+"""The one writer's view of metrics.jsonl: every step once, in order (P18). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perdure.schema.plan import Record
+
+
+@dataclass(frozen=True)
+class Write:
+    """Append this line."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Differs:
+    """A step that is in the file already came again with another digest."""
+
+    step: int
+    was: str
+    now: str
+
+
+class Records:
+    """Puts records in order and drops repetitions."""
+
+    def __init__(self, last: int = -1, digests: dict[int, str] | None = None) -> None:
+        """
+        Args:
+            last: the last step in the file, −1 for an empty one.
+            digests: step → digest of the lines in the file.
+        """
+        self.last = last
+        self.digests = dict(digests or {})
+        self._waiting: dict[int, Record] = {}
+
+    def add(self, record: Record) -> list[Write | Differs]:
+        """Take a record in; what can be written now, in order."""
+        step = record.step
+        if step <= self.last:
+            was = self.digests.get(step, "")
+            return (
+                [Differs(step, was, record.digest)] if was and record.digest and was != record.digest else []
+            )
+        self._waiting.setdefault(step, record)
+        out: list[Write | Differs] = []
+        while self.last + 1 in self._waiting:
+            ready = self._waiting.pop(self.last + 1)
+            self.last += 1
+            self.digests[self.last] = ready.digest
+            out.append(Write(ready))
+        return out
