@@ -280,7 +280,8 @@ def test_unwritable_page(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_durations_and_ticks() -> None:
-    assert [duration(s) for s in (0.0004, 0.25, 3, 45.2, 125, 3725, -0.02)] == [
-        "0.4 ms", "0.25 s", "3 s", "45 s", "2 m 05 s", "1 h 02 m", "−20 ms"
-    ]  # fmt: skip
-    assert [nice_step(s) for s in (0.03, 0.2, 0.7, 3, 12, 45, 1000)] == [0.05, 0.2, 1, 5, 20, 60, 1800]
+    seconds = (0.0004, 0.25, 3, 45.2, 125, 3725, 7200, 59.9996 * 60, -0.02)
+    shown = ["0.4 ms", "0.25 s", "3 s", "45 s", "2 m 05 s", "1 h 02 m", "2 h", "60 m", "−20 ms"]
+    assert [duration(s) for s in seconds] == shown
+    wanted = (0.03, 0.2, 0.7, 3, 12, 25, 45, 1000, 20_000, 100_000)
+    assert [nice_step(s) for s in wanted] == [0.05, 0.2, 1, 5, 20, 60, 60, 1800, 21_600, 172_800]

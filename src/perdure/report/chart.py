@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil, floor, log10
 
 from perdure.report.model import Life, Moment, Report, StepTime
 
@@ -74,28 +75,30 @@ def _union(intervals: Sequence[tuple[float, float]], near: float) -> list[tuple[
     return merged
 
 
+_ROUND_S = (60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+
+
 def nice_step(least: float) -> float:
-    """The smallest of 1, 2, 5 × 10^k, or of the round parts of an hour, that is at least `least`."""
+    """The smallest round number of seconds that is about `least` or more.
+
+    1, 2 or 5 × 10^k up to 20 s, then round parts of an hour and of a day, then days.
+    """
     if least <= 0:
         return 1.0
-    for step in (60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0):
-        if step / 2 < least <= step and least > 30:
-            return step
-    power = 10.0 ** (len(str(int(least))) - 1) if least >= 1 else 1.0
-    while power > least:
-        power /= 10
+    if least > 20:
+        return next((float(step) for step in _ROUND_S if step >= least), 86400.0 * ceil(least / 86400))
+    power = 10.0 ** floor(log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * 0.999)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people write them: `0.25 s`, `45 s`, `2 m 05 s`, `3 h 20 m`."""
+    """Seconds as people write them: `40 ms`, `0.25 s`, `45 s`, `2 m 05 s`, `3 h 20 m`."""
     if seconds < 0:
         return "−" + duration(-seconds)
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} m"
     if seconds >= 60:
-        whole = round(seconds)
-        return f"{whole // 60} m" + (f" {whole % 60:02d} s" if whole % 60 else "")
+        whole, unit, part = (seconds / 60, "h", "m") if seconds >= 3600 else (seconds, "m", "s")
+        big, small = divmod(round(whole), 60)
+        return f"{big} {unit}" + (f" {small:02d} {part}" if small else "")
     if seconds >= 10 or seconds == int(seconds):
         return f"{seconds:.0f} s"
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.3g} ms"

@@ -52,9 +52,10 @@ def fold(records: Records) -> Report:
     known = [step.seconds for step in steps if step.seconds is not None]
     step_s = median(known) if known else None
     exit_code = _exit_code(events)
-    timed = [_with_stall(t, commits, origins, step_s, exit_code) for t in _faults(events)]
-    lives = fold_lives(events, [c.time for c in commits])
-    moments = [e.wall_s for e in events] + [c.time for c in commits]
+    times = sorted(c.time for c in commits)
+    timed = [_with_stall(t, times, origins, step_s, exit_code) for t in _faults(events)]
+    lives = fold_lives(events, times)
+    moments = [e.wall_s for e in events] + times
     return Report(
         committed_steps=len(commits),
         final_digest=commits[-1].digest if commits else None,
@@ -151,15 +152,21 @@ def _fault(event: Event, decided: Event | None, dealt: int, healed: Event | None
     return _Timed(fault, event.wall_s - (detect_s or 0.0), event.step)
 
 
+def _later(events: Sequence[Event], heads: Sequence[int], name: str) -> dict[int, list[int]]:
+    """For each fault the indices of the events `name` after it."""
+    named = [index for index, event in enumerate(events) if event.name == name]
+    return {head: named[bisect_right(named, head) :] for head in heads}
+
+
 def _claims(events: Sequence[Event], heads: Sequence[int], name: str) -> dict[int, Event]:
     """For each fault the first event `name` of the same worker (and node) after it, each used once."""
     found: dict[int, Event] = {}
     used: set[int] = set()
-    for head in heads:
-        for index in range(head + 1, len(events)):
+    for head, later in _later(events, heads, name).items():
+        for index in later:
             event = events[index]
             same = event.worker == events[head].worker and event.node in ("", events[head].node)
-            if event.name == name and same and index not in used:
+            if same and index not in used:
                 used.add(index)
                 found[head] = event
                 break
@@ -169,10 +176,10 @@ def _claims(events: Sequence[Event], heads: Sequence[int], name: str) -> dict[in
 def _dealt(events: Sequence[Event], heads: Sequence[int]) -> dict[int, int]:
     """Micro-batches dealt again, for each fault; several that one generation answered share them evenly."""
     answered: dict[int, list[int]] = {}
-    for head in heads:
+    for head, later in _later(events, heads, "generation_opened").items():
         worker = events[head].worker
-        for index in range(head + 1, len(events)):
-            lost = events[index].workers("lost") if events[index].name == "generation_opened" else ()
+        for index in later:
+            lost = events[index].workers("lost")
             if lost and (worker is None or worker in lost):
                 answered.setdefault(index, []).append(head)
                 break
@@ -187,28 +194,26 @@ def _dealt(events: Sequence[Event], heads: Sequence[int]) -> dict[int, int]:
 def _healed(events: Sequence[Event], heads: Sequence[int], decided: dict[int, Event]) -> dict[int, Event]:
     """For each fault that was answered by a replacement (or by healing the worker itself), its `healed`."""
     found: dict[int, Event] = {}
-    free = [i for i, event in enumerate(events) if event.name == "healed"]
-    for head in heads:
+    used: set[int] = set()
+    for head, all_later in _later(events, heads, "healed").items():
         fault = events[head]
-        later = [i for i in free if i > head]
-        own = [i for i in later if events[i].worker == fault.worker]
+        later = [i for i in all_later if i not in used]
+        chosen = [i for i in later if events[i].worker == fault.worker]
         if head in decided and decided[head].text("action") in _REPLACING:
-            here = [i for i in later if events[i].node == fault.node]
-            own = own or here or later
-        if own:
-            found[head] = events[own[0]]
-            free.remove(own[0])
+            chosen = chosen or [i for i in later if events[i].node == fault.node] or later
+        if chosen:
+            found[head] = events[chosen[0]]
+            used.add(chosen[0])
     return found
 
 
 def _with_stall(
     timed: _Timed,
-    commits: Sequence[Commit],
+    times: Sequence[float],
     origins: Sequence[tuple[float, float]],
     step_s: float | None,
     exit_code: int | None,
 ) -> _Timed:
-    times = sorted(c.time for c in commits)
     after = bisect_right(times, timed.time)
     if after == len(times):
         return replace(timed, fault=replace(timed.fault, stall_s=0.0 if exit_code == 0 else None))
