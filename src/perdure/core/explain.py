@@ -49,8 +49,8 @@ def alternatives(outlook: Outlook, job: int) -> Alternatives:
 def explain(outlook: Outlook, job: int) -> str:
     """A sentence or two about the job at position `job` and the nodes that it holds.
 
-    Figures are in weighted FLOP/s, averaged over the time until the next change is expected, and contain what the
-    change itself would cost.
+    Figures are in weighted FLOP/s, averaged over the time until the next change is expected, and contain what
+    the change itself would cost.
     """
     demand = outlook.demands[job]
     found = alternatives(outlook, job)
@@ -84,7 +84,7 @@ def _holding(outlook: Outlook, found: Alternatives, here: int, job: int) -> str:
 
 
 def weight_for_more(found: Alternatives, here: int) -> tuple[float, int] | None:
-    """The least factor on the job's weight at which it gets more nodes than `nodes[here]`, and how many; or None.
+    """The least factor on the job's weight at which it gets more nodes than now, and how many; or None.
 
     With the weight times f the job's own gains are times f, so k wins over the present choice h from
     f = (others[h] − others[k]) / (own[k] − own[h]) on.
