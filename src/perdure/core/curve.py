@@ -65,11 +65,10 @@ def job_curve(
     machine = Machine(kind=kind, gpus_per_node=per_node, efficiency=efficiency)
     # A spare or a repaired node may come on top of the planned ones: curves reach as far as machines do.
     limit = min(job.gpus.max, (cluster.nodes + cluster.spares) * per_node)
-    allowed = np.arange(job.gpus.min, limit + 1, job.gpus.step, dtype=np.int64)
-    nodes = -(-allowed // per_node)
-    # Of the counts that fit the same number of nodes only the largest matters.
-    last = np.append(nodes[1:] != nodes[:-1], True) if nodes.size else np.zeros(0, dtype=bool)
-    allowed, nodes = allowed[last], nodes[last]
+    nodes = np.arange(-(-job.gpus.min // per_node), -(-limit // per_node) + 1, dtype=np.int64)
+    # On n nodes the job uses the largest allowed count that they have.
+    steps = (np.minimum(nodes * per_node, limit) - job.gpus.min) // job.gpus.step
+    allowed = job.gpus.min + steps * job.gpus.step
     speed = (
         _measured_flops(job, allowed) if job.measured is not None else _modelled_flops(job, machine, allowed)
     )

@@ -69,7 +69,7 @@ def _holding(outlook: Outlook, found: Alternatives, here: int, job: int) -> str:
         usable = np.flatnonzero(demand.waf > 0)
         if not usable.size or usable[0] > outlook.nodes:
             return f"waits: it cannot run on the {_nodes(outlook.nodes)} that are alive"
-        return f"waits: it needs at least {_nodes(int(usable[0]))}, which are worth more to the others"
+        return f"waits: it needs at least {_nodes(int(usable[0]))}, worth more to the others"
     if here == found.nodes.size - 1:
         return f"has {_nodes(given)}, the most it can use"
     running_s = outlook.allocator.running_s(outlook.nodes)

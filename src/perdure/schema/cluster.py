@@ -206,7 +206,7 @@ class GpuRange(Table, frozen=True):
 class Model(Table, frozen=True):
     """A GPT-like transformer and its global batch (in sequences of `sequence` tokens)."""
 
-    layers: Count
+    layers: Annotated[int, Meta(ge=1, le=4096)]
     hidden: Count
     heads: Count
     sequence: Count
