@@ -1,0 +1,309 @@
+"""The agent: one per node. Starts workers, passes their messages on, tells how they end, ends with them.
+
+    launcher ── Agent.run ──┬── Link          the coordinator's orders, the workers' messages
+                            ├── Zygote        a process that forks workers
+                            └── WorkerProcess one for each: socket, streams, progress, pidfd
+
+It decides nothing: what is to be started, killed or told comes from the coordinator. Only when none has
+been there for `orphan_s` does it end its workers of its own accord (P10). Workers and zygote die with the
+process that runs the agent, however that one ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from perdure.agent import procfs
+from perdure.agent.link import Link, Target
+from perdure.agent.process import Ends, Exited, Show, WorkerProcess
+from perdure.agent.zygote_client import Zygote, ZygoteGoneError
+from perdure.schema.ids import WorkerId
+from perdure.schema.messages import (
+    AgentHello,
+    AgentWelcome,
+    Asked,
+    CoordinatorToAgent,
+    EndAgent,
+    Fork,
+    FromWorker,
+    Notice,
+    Progress,
+    StartWorker,
+    Status,
+    StopWorker,
+    ToWorker,
+    WorkerExited,
+    WorkerSeen,
+    WorkerStarted,
+)
+from perdure.schema.wire import derive
+
+STATUS_S: Final = 0.2
+"""Progress pages are read this often."""
+
+EX_OSERR: Final = 71
+"""sysexits.h: the exit code told of a worker that the system would not start."""
+
+END_S_MAX: Final = 5.0
+"""Dead workers are waited for so long at the end."""
+
+TAIL_CHARS_MAX: Final = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """What an agent is told once. `script` is a path and its arguments, or -m, a module and its arguments.
+
+    `node` names this machine within the job, `host` is where other nodes reach it. Logs go below
+    `run_dir`/logs; workers start in `directory`.
+    """
+
+    node: str
+    host: str
+    target: Target
+    run_dir: Path
+    script: tuple[str, ...]
+    workers: int
+    standby: int = 0
+    directory: Path = field(default_factory=Path.cwd)
+
+
+class Ended(NamedTuple):
+    """How the job ended, as the coordinator told it."""
+
+    exit_code: int
+    message: str
+
+
+class Agent:
+    """Runs the workers of one node until the coordinator ends it.
+
+    `show` takes one line for the terminal and whether it is of stderr; it is called from the event loop
+    and must not wait.
+    """
+
+    def __init__(self, config: AgentConfig, show: Show) -> None:
+        self._config = config
+        self._show = show
+        self._logs = config.run_dir / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._mark = secrets.token_hex(16)
+        self._link = Link(config.target, self._hello, self._receive)
+        self._zygote = Zygote(
+            self._mark, self._logs / "zygote.log", lambda line: show(f"perdure: {line}", True)
+        )
+        self._workers: dict[WorkerId, WorkerProcess] = {}
+        self._starting: dict[WorkerId, asyncio.Task[None]] = {}
+        self._unburied: set[asyncio.Future[None]] = set()
+        self._stopped_early: dict[WorkerId, int] = {}
+        self._told: tuple[Progress, ...] = ()
+        self._end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> Ended:
+        """Serve until the coordinator says how the job ended.
+
+        However it ends, cancelled or by an error, no worker, zygote or anything that they started is left.
+        Raises UsageError for a wrong address or secret, PerdureError when there is no coordinator for
+        `orphan_s` or when workers cannot be started.
+        """
+        with _subreaper():
+            parts = [
+                asyncio.create_task(self._link.run(), name="link"),
+                asyncio.create_task(self._zygote.run(), name="zygote"),
+                asyncio.create_task(self._report(), name="status"),
+            ]
+            try:
+                waited: list[asyncio.Future[Any]] = [*parts, self._end]
+                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                for failed in done.difference([self._end]):
+                    failed.result()
+                return self._end.result()
+            finally:
+                await self._end_all(parts)
+
+    def ask(self, signum: int) -> None:
+        """Pass on that the person at this terminal wants the job to end."""
+        self._link.send(Asked(signum))
+
+    # ── what the coordinator says ───────────────────────────────────────────────────────────────────
+
+    def _hello(self) -> AgentHello:
+        config = self._config
+        self._told = ()
+        return AgentHello(
+            node=config.node,
+            host=config.host,
+            workers=config.workers,
+            standby=config.standby,
+            script=config.script,
+            version=version("perdure"),
+            seen=tuple(
+                WorkerSeen(one.worker, one.pid, one.joined, one.ready) for one in self._workers.values()
+            ),
+        )
+
+    def _receive(self, message: CoordinatorToAgent) -> None:
+        match message:
+            case StartWorker():
+                self._order(message)
+            case StopWorker(worker, signum):
+                if worker in self._workers:
+                    self._workers[worker].signal(signum)
+                elif worker in self._starting:
+                    self._stopped_early[worker] = signum
+            case ToWorker(worker, body):
+                if worker in self._workers:
+                    self._workers[worker].send(bytes(body))
+            case EndAgent(exit_code, text):
+                if not self._end.done():
+                    self._end.set_result(Ended(exit_code, text))
+            case Notice(text):
+                self._show(text, False)
+            case AgentWelcome():
+                pass
+
+    def _order(self, order: StartWorker) -> None:
+        """Start a worker in the background: the first has to wait for the zygote's imports."""
+        if order.worker in self._workers or order.worker in self._starting:
+            return
+        task = asyncio.create_task(self._start(order), name=f"start worker {order.worker}")
+        self._starting[order.worker] = task
+
+        def started(task: asyncio.Task[None]) -> None:
+            del self._starting[order.worker]
+            if not task.cancelled() and (error := task.exception()) and not self._end.done():
+                self._end.set_exception(error)
+
+        task.add_done_callback(started)
+
+    async def _start(self, order: StartWorker) -> None:
+        worker, asked_s = order.worker, time.monotonic()
+        try:
+            pid, ends = await self._fork(order)
+        except (OSError, ZygoteGoneError) as error:
+            took_s = time.monotonic() - asked_s
+            self._link.send(
+                WorkerExited(worker, EX_OSERR, None, took_s, time.time(), f"not started: {error}")
+            )
+            return
+        prefix = f"[worker {worker}] "
+        process = WorkerProcess(
+            worker, pid, ends, self._logs, self, lambda line, err: self._show(prefix + line, err)
+        )
+        self._workers[worker] = process
+        self._unburied.add(process.gone)
+        process.gone.add_done_callback(self._unburied.discard)
+        self._link.send(WorkerStarted(worker, pid))
+        if worker in self._stopped_early:
+            process.signal(self._stopped_early.pop(worker))
+        process.go()
+
+    async def _fork(self, order: StartWorker) -> tuple[int, Ends]:
+        """A worker that waits to be let go. Raises OSError; ZygoteGoneError when no try helped."""
+        config = self._config
+        request = Fork(
+            worker=order.worker,
+            script=config.script,
+            cwd=str(config.directory),
+            env=order.env,
+            node=config.node,
+            host=config.host,
+            data_key=derive(config.target.secret, "data plane"),
+        )
+        for last in (False, False, True):
+            ends = Ends()
+            try:
+                pid = await self._zygote.fork(request, ends.theirs())
+            except BaseException as error:
+                ends.close()  # whatever was forked gets end-of-file there, and runs nothing
+                if last or not isinstance(error, ZygoteGoneError):
+                    raise
+            else:
+                ends.close_theirs()
+                return pid, ends
+        raise AssertionError("the last try returns or raises")
+
+    # ── what the workers do ─────────────────────────────────────────────────────────────────────────
+
+    def worker_said(self, process: WorkerProcess, body: bytes) -> None:
+        """Pass a worker's message on."""
+        self._link.send(FromWorker(process.worker, msgspec.Raw(body)))
+
+    def worker_exited(self, process: WorkerProcess, exited: Exited) -> None:
+        """Tell how a worker ended; all that it said has been passed on before."""
+        del self._workers[process.worker]
+        self._link.send(
+            WorkerExited(
+                worker=process.worker,
+                exit_code=exited.exit_code,
+                signal=exited.signum,
+                detect_s=time.monotonic() - exited.noticed_s,
+                wall_s=time.time(),
+                tail=process.tail[-TAIL_CHARS_MAX:],
+            )
+        )
+
+    async def _report(self) -> None:
+        """Tell what the workers do, when that changed."""
+        while True:
+            await asyncio.sleep(STATUS_S)
+            rows = tuple(self._rows())
+            if rows != self._told:
+                self._told = rows
+                self._link.send(Status(rows))
+
+    def _rows(self) -> Iterator[Progress]:
+        for one in self._workers.values():
+            now = one.progress()
+            if now is not None:
+                phase = now.phase.name.lower()
+                yield Progress(one.worker, one.pid, phase, now.step, now.micro_batch, now.samples)
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def _end_all(self, parts: list[asyncio.Task[None]]) -> None:
+        """Leave nothing: workers first and at once, as this may be cancelled a second time."""
+        for process in self._workers.values():
+            process.signal(signal.SIGKILL)
+        tasks = [*parts, *self._starting.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for process in self._workers.values():  # one that was being started just now
+            process.signal(signal.SIGKILL)
+        if self._unburied:
+            await asyncio.wait(self._unburied, timeout=END_S_MAX)
+        await asyncio.to_thread(procfs.end_marked, self._mark)
+        await asyncio.to_thread(procfs.reap_orphans, ())
+        await self._link.close()
+
+
+_PR_SET_CHILD_SUBREAPER: Final = 36  # prctl(2)
+_PR_GET_CHILD_SUBREAPER: Final = 37
+
+
+@contextmanager
+def _subreaper() -> Iterator[None]:
+    """While this lasts, processes below this one whose parent ended become its children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.c_int()
+    if libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) != 0 or (
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0
+    ):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
