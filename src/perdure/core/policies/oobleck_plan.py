@@ -1,0 +1,191 @@
+"""Oobleck's pipelines: instantiation, batch distribution, and what happens when nodes are lost.
+
+(Jang et al., SOSP'23, sections 4.2 and 5.) A pipeline is a tuple of nodes; one of n nodes runs
+template(n), so pipelines of different sizes cut the layers at different places and gradients are summed
+layer by layer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+Pipelines = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """The pipelines after a loss, how each came about, and the layers that each node has to fetch."""
+
+    pipelines: Pipelines
+    steps: tuple[str, ...]
+    fetches: dict[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Recovery from live state is impossible: why, and whether enough nodes are left to restart at once."""
+
+    reason: str
+    enough_nodes: bool
+
+
+def partitions(total: int, parts: Sequence[int], at_least: int) -> Iterator[tuple[int, ...]]:
+    """All multisets of `parts` with sum `total` and `at_least` members, each in decreasing order."""
+
+    ordered = sorted(set(parts))
+
+    def extend(left: int, top: int, chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if left == 0:
+            if len(chosen) >= at_least:
+                yield chosen
+            return
+        for index in range(top, -1, -1):
+            if ordered[index] <= left:
+                yield from extend(left - ordered[index], index, (*chosen, ordered[index]))
+
+    yield from extend(total, len(ordered) - 1, ())
+
+
+class BestRates:
+    """The multiset of sizes with a given sum whose rates add up to the most, for every sum up to a limit.
+
+    What instantiation comes to when the multisets are too many to list: with batches split at will a step
+    takes (micro-batches) / Σ rate. One dynamic program answers every sum.
+    """
+
+    def __init__(self, rates: dict[int, float], limit: int) -> None:
+        self._rates = rates
+        best = [0.0] + [-math.inf] * limit
+        self._last = [0] * (limit + 1)
+        for total in range(1, limit + 1):
+            for size, rate in rates.items():
+                if size <= total and best[total - size] + rate > best[total]:
+                    best[total], self._last[total] = best[total - size] + rate, size
+
+    def members(self, total: int, at_least: int) -> tuple[int, ...] | None:
+        """The best multiset with sum `total` and `at_least` members, in decreasing order, or None."""
+        chosen: list[int] = []
+        while total and self._last[total]:
+            chosen.append(self._last[total])
+            total -= self._last[total]
+        while not total and 0 < len(chosen) < at_least:
+            chosen.sort()
+            largest = chosen.pop()
+            halves = (largest // 2, largest - largest // 2)
+            if halves[0] not in self._rates or halves[1] not in self._rates:
+                return None
+            chosen.extend(halves)
+        return tuple(sorted(chosen, reverse=True)) if chosen and not total else None
+
+
+def distribute(
+    micro_batches: int, fill_s: Sequence[float], slowest_s: Sequence[float]
+) -> tuple[int, ...] | None:
+    """Integers b(i) ≥ 1 with sum `micro_batches` that minimise the greatest fill(i) + (b(i) − 1)·slowest(i).
+
+    Giving each further micro-batch to the pipeline that would finish first is optimal, since every latency
+    grows with its own batch alone. None if there are fewer micro-batches than pipelines.
+    """
+    count = len(fill_s)
+    if micro_batches < count:
+        return None
+    batches = [1] * count
+    left = micro_batches - count
+    rate = sum(1.0 / slowest for slowest in slowest_s)
+    finish = left / rate + min(
+        fill_s
+    )  # no distribution is done earlier, so each has all but one of what it can
+    for index in range(count):
+        sure = min(left, int(max(0.0, (finish - fill_s[index]) / slowest_s[index] - 1)))
+        batches[index] += sure
+        left -= sure
+    queue = [(fill_s[i] + batches[i] * slowest_s[i], i) for i in range(count)]
+    heapq.heapify(queue)
+    for _ in range(left):
+        latency, index = queue[0]
+        batches[index] += 1
+        heapq.heapreplace(queue, (latency + slowest_s[index], index))
+    return tuple(batches)
+
+
+def regroup(pipelines: Pipelines, lost: frozenset[int], least: int) -> tuple[Pipelines, tuple[str, ...]]:
+    """The pipelines of the survivors, each of `least` nodes or more, and how they came about.
+
+    A pipeline that keeps `least` nodes goes on with them; one that does not borrows from the largest while
+    that keeps `least`; when nobody can lend, those that are short are merged, and if even together they
+    are short, the smallest of the others is merged with them. The result has as many pipelines as the
+    nodes left allow unless more were there before. There must be `least` survivors.
+    """
+    alive = [[node for node in pipeline if node not in lost] for pipeline in pipelines]
+    touched = [len(rest) < len(pipeline) for rest, pipeline in zip(alive, pipelines, strict=True)]
+    steps = []
+    for index, rest in enumerate(alive):
+        if touched[index] and len(rest) >= least:
+            steps.append(f"pipeline {index} goes on with {len(rest)} nodes")
+    lenders = [(-len(rest), index) for index, rest in enumerate(alive) if len(rest) > least]
+    heapq.heapify(lenders)
+    for index, rest in enumerate(alive):
+        while rest and len(rest) < least and lenders:
+            _, lender = heapq.heappop(lenders)
+            rest.append(alive[lender].pop())
+            steps.append(f"pipeline {index} borrows node {rest[-1]} from pipeline {lender}")
+            if len(alive[lender]) > least:
+                heapq.heappush(lenders, (-len(alive[lender]), lender))
+    whole = [rest for rest in alive if len(rest) >= least]
+    pool = [node for rest in alive if len(rest) < least for node in rest]
+    if pool and len(pool) < least:
+        whole.sort(key=len, reverse=True)
+        pool = whole.pop() + pool
+    if pool:
+        count = len(pool) // least
+        steps.append(f"{len(pool)} nodes of short pipelines are merged into {count}")
+        size, more = divmod(len(pool), count)
+        start = 0
+        for index in range(count):
+            stop = start + size + (index < more)
+            whole.append(pool[start:stop])
+            start = stop
+    return tuple(tuple(nodes) for nodes in whole), tuple(steps)
+
+
+def reconfigure(
+    pipelines: Pipelines,
+    lost: frozenset[int],
+    least: int,
+    layers_of: Callable[[int, int], range],
+    layers: int,
+) -> Reconfigured | Restart:
+    """What becomes of `pipelines` when the nodes `lost` die at the same moment.
+
+    `layers_of(size, index)` are the layers that node number `index` of a pipeline of `size` nodes holds. A
+    restart is needed exactly when fewer than `least` nodes are left or some layer has no live holder. Each
+    survivor of a changed pipeline fetches the layers that its new place needs and that it did not hold,
+    parameters and optimizer state, from any live holder.
+    """
+    survivors = sum(len(pipeline) for pipeline in pipelines) - len(lost)
+    held: dict[int, range] = {}
+    missing = set(range(layers))
+    for pipeline in pipelines:
+        for index, node in enumerate(pipeline):
+            if node not in lost:
+                held[node] = layers_of(len(pipeline), index)
+                if missing:
+                    missing.difference_update(held[node])
+    if survivors < least:
+        return Restart(f"{survivors} nodes are left, a pipeline needs {least}", False)
+    if missing:
+        return Restart(f"layer {min(missing)} has no live holder", True)
+    after, steps = regroup(pipelines, lost, least)
+    before = set(pipelines)
+    fetches = {}
+    for pipeline in after:
+        if pipeline in before:
+            continue
+        for index, node in enumerate(pipeline):
+            wanted = tuple(layer for layer in layers_of(len(pipeline), index) if layer not in held[node])
+            if wanted:
+                fetches[node] = wanted
+    return Reconfigured(after, steps, fetches)
