@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 
@@ -21,6 +22,9 @@ GPT_7B = Model(layers=32, hidden=4096, heads=32, sequence=2048, vocabulary=51_20
 A100 = Machine(kind=KINDS["A100-80GB"], gpus_per_node=8)
 
 
+calibrated = functools.cache(calibrate)
+
+
 def predicting_the_mean(seen: tuple[Row, ...], judged: tuple[Row, ...]) -> float:
     mean = statistics.mean(row.tflops for row in seen)
     return statistics.mean(abs(mean / row.tflops - 1) for row in judged)
@@ -30,20 +34,20 @@ def predicting_the_mean(seen: tuple[Row, ...], judged: tuple[Row, ...]) -> float
 def test_rows_that_were_left_out_are_predicted_within_6_percent(
     seen: tuple[Row, ...], judged: tuple[Row, ...]
 ) -> None:
-    found = [abs(error) for error in errors(judged, calibrate(seen))]
+    found = [abs(error) for error in errors(judged, calibrated(seen))]
     assert max(found) <= 0.06
     assert statistics.mean(found) < min(predicting_the_mean(seen, judged), predicting_the_mean(WEAK, judged))
 
 
 def test_the_constants_in_use_are_those_of_the_odd_rows() -> None:
-    found = calibrate(WEAK[0::2])
+    found = calibrated(WEAK[0::2])
     for field in DEFAULT.__struct_fields__:
         assert getattr(DEFAULT, field) == pytest.approx(getattr(found, field), rel=0.005)
 
 
 def test_strong_scaling_is_predicted_unseen_and_falls_as_it_falls() -> None:
     for seen in (WEAK[0::2], WEAK[1::2]):
-        efficiency = calibrate(seen)
+        efficiency = calibrated(seen)
         assert max(abs(error) for error in errors(STRONG, efficiency)) <= 0.08
         for rows in (STRONG[:3], STRONG[3:]):
             predicted = [predicted_tflops(row, efficiency) for row in rows]

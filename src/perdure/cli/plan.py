@@ -136,7 +136,9 @@ def _first_plan(
     """The plan for the nodes that are there, its look-ups, and how long all of it took."""
     kind = gpu_kind(scenario)
     started = time.perf_counter()
-    jobs = track(scenario.job, "speeds", console=Console(stderr=True), transient=True, disable=quiet)
+    screen = Console(stderr=True)
+    hidden = quiet or not screen.is_terminal
+    jobs = track(scenario.job, "speeds", console=screen, transient=True, disable=hidden)
     curves = tuple(job_curve(job, scenario.cluster, kind) for job in jobs)
     curves_s = time.perf_counter() - started
     alive = frozenset(range(scenario.cluster.nodes)) - away

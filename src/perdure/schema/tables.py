@@ -139,8 +139,11 @@ def _reworded(message: str, raw: dict[str, Any]) -> str:
     value: Any = raw
     key = ""
     for step in re.findall(r"\[[^\]]*\]|[^.\[\]]+", at.rstrip("`")):
-        if step == "[...]":  # some entry of a dictionary; msgspec does not say which
-            value, key = None, f"{key}.*"
+        if (
+            step == "[...]"
+        ):  # an entry of a dictionary; msgspec does not say which, so only a lone one has a name
+            names = list(value) if isinstance(value, dict) else []
+            value, key = (value[names[0]], f"{key}.{names[0]}") if len(names) == 1 else (None, f"{key}.*")
         elif step.startswith("["):
             value = value[int(step[1:-1])] if isinstance(value, list) else None
             key = _item_key(key, value, int(step[1:-1]))
