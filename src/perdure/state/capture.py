@@ -1,0 +1,290 @@
+"""The protected state of a job as one thing: digested, copied, described, put back.
+
+    state = ProtectedState({"model": model, "optimizer": optimizer, "scheduler": scheduler})
+    state.digest()                              after every commit; it rides in the header of the next step
+    copy = state.snapshot()                     for writing in the background
+    state.restore(copy.description, copy.tensors)
+
+Every call walks the objects anew, because any of them may have changed: optimizer state appears at the first
+step, groups change, `.data` is swapped. What a walk keeps for the next are the views of the tensors' memory,
+each checked against its tensor before it is used (`memory.Region`).
+
+The digest is XXH3-128 over the canonical trees, then, in name order, each entry's name, dtype, shape, stride
+and bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final
+
+import torch
+import xxhash
+
+from perdure.schema.errors import ProtectError, ProtocolError, RestoreError
+from perdure.state.keepers import keeper_for
+from perdure.state.layout import (
+    DESCRIPTION_BYTES_MAX,
+    FORMAT,
+    Description,
+    TensorSpec,
+    Tree,
+    canonical,
+    check_description,
+    difference,
+    encode_description,
+    header,
+)
+from perdure.state.memory import Region, Staging, is_dense, view_of, wait_for
+from perdure.state.restoration import Restoration
+from perdure.state.scribe import Scribe
+from perdure.state.tree import named_dtype
+
+ALIGNMENT: Final = 64
+"""Entries of a snapshot begin at multiples of this many bytes."""
+
+_by_name = attrgetter("name")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of protected bytes. `tensor` is the live tensor, or a copy where the object hands out no other.
+
+    `volatile` says that the bytes may change before the next commit: buffers that forward passes update,
+    generators.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    spec: TensorSpec
+    volatile: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A private copy of a state in host memory.
+
+    `tensors` maps each entry to its bytes (flat uint8, inside `slab`).
+    """
+
+    description: Description
+    tensors: dict[str, torch.Tensor]
+    slab: torch.Tensor
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all entries together."""
+        return self.description.total_bytes
+
+    def digest(self) -> str:
+        """The digest of the state that was copied; equal to what `ProtectedState.digest` gave then."""
+        return digest_of(self.description, self.tensors)
+
+
+class ProtectedState:
+    """The objects given to `job.protect`, by name. Raises `ProtectError` for what cannot be protected."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        for name in objects:
+            if not name.isidentifier():
+                raise ProtectError(f"job.protect: {name!r} is no name; use letters, digits and underscores")
+        self._keepers = {name: keeper_for(name, objects[name]) for name in sorted(objects)}
+        self._regions: dict[int, Region] = {}
+        self._staging: Staging | None = None
+        self._walk()
+
+    def digest(self) -> str:
+        """32 hex digits that cover every protected tensor and scalar.
+
+        Reads all bytes once; copies none on the CPU.
+        """
+        objects, entries = self._walk()
+        hasher = xxhash.xxh3_128(canonical(objects))
+        update = hasher.update
+        if all(region.view is not None for region in entries):
+            for region in entries:
+                update(region.header)
+                update(region.view)  # type: ignore[arg-type]
+        else:
+            self._staging = self._staging or Staging()
+            for piece in self._staging.through(_pieces(entries)):
+                update(piece)
+        return hasher.hexdigest()
+
+    def describe(self) -> bytes:
+        """The state without its bytes, as MessagePack (`layout.decode_description` reads it)."""
+        data = encode_description(self.description())
+        if len(data) > DESCRIPTION_BYTES_MAX:
+            raise ProtectError(
+                f"job.protect: the description of the state has {len(data)} bytes, more than "
+                f"{DESCRIPTION_BYTES_MAX}; "
+                "keep large data in tensors, not in numbers and strings"
+            )
+        return data
+
+    def description(self) -> Description:
+        """The state without its bytes."""
+        return _description(*self._walk())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all entries together."""
+        return sum(region.nbytes for region in self._walk()[1])
+
+    def tensors(self) -> list[Entry]:
+        """All entries in name order, each run of memory once (tied tensors share one)."""
+        return [Entry(r.name, r.tensor, r.spec, r.volatile) for r in self._walk()[1]]
+
+    def capture(self) -> tuple[Description, list[Region]]:
+        """The description and the regions of one and the same walk, for whoever gives the bytes away."""
+        objects, entries = self._walk()
+        return _description(objects, entries), entries
+
+    def snapshot(self, reuse: Snapshot | None = None) -> Snapshot:
+        """A private copy in host memory.
+
+        The memory of `reuse`, a snapshot no longer needed, is used again if it is large enough.
+        """
+        description, entries = self.capture()
+        offsets, size = _layout(description.tensors)
+        slab = reuse.slab if reuse is not None and reuse.slab.nbytes >= size else None
+        if slab is None:
+            on_device = any(region.spec.device == "cuda" for region in entries)
+            slab = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
+        tensors: dict[str, torch.Tensor] = {}
+        devices = set()
+        for region, offset in zip(entries, offsets, strict=True):
+            target = slab[offset : offset + region.nbytes]
+            target.copy_(region.bytes_now(), non_blocking=True)
+            tensors[region.name] = target
+            devices.add(region.tensor.device)
+        for device in devices:
+            wait_for(device)
+        return Snapshot(description, tensors, slab)
+
+    def landing(self, description: Description) -> dict[str, torch.Tensor]:
+        """The live memory into which entries of `description` may be received directly (flat uint8, CPU)."""
+        wanted = {(spec.name, header(spec)) for spec in description.tensors}
+        return {
+            region.name: region.flat
+            for region in self._walk()[1]
+            if region.flat is not None and region.view is not None and not region.volatile
+            if (region.name, region.header) in wanted
+        }
+
+    def restore(
+        self, description: Description, source: Mapping[str, torch.Tensor], *, adopt: bool = False
+    ) -> None:
+        """Make the live objects equal to a saved state, bit for bit.
+
+        `source` gives each entry's bytes (flat uint8, CPU). Live tensors of the same form are overwritten in
+        place and keep their identity; others are created. With `adopt`, created tensors take over the memory
+        of `source`. Raises `RestoreError` with one line that says what does not fit; up to then nothing was
+        written, unless an object's own load_state_dict failed or did not give back what it was given.
+        """
+        check_source(description, source)
+        restoration = self._planned(description, source, adopt)
+        with torch.no_grad():
+            _unless_malformed(restoration.apply)
+        torch.clear_autocast_cache()  # it would go on serving casts of the old values (E7)
+        self._check_restored(description, source)
+
+    def check(self, description: Description) -> None:
+        """Raise `RestoreError` if the state described could not be restored here; nothing is written."""
+        check_forms(description)
+        self._planned(description, {}, adopt=False)
+
+    def _planned(
+        self, description: Description, source: Mapping[str, torch.Tensor], adopt: bool
+    ) -> Restoration:
+        saved = description.objects
+        if saved.keys() != self._keepers.keys():
+            raise RestoreError(
+                f"the saved state holds {', '.join(sorted(saved)) or 'nothing'}; this script protects "
+                f"{', '.join(self._keepers) or 'nothing'}"
+            )
+        restoration = Restoration(description.specs(), source, adopt)
+        for name, keeper in self._keepers.items():
+            _unless_malformed(lambda keeper=keeper, name=name: keeper.plan(saved[name], restoration))  # type: ignore[misc]
+        return restoration
+
+    def _check_restored(self, description: Description, source: Mapping[str, torch.Tensor]) -> None:
+        """Everything that was not a copy of bytes is compared with what it should have become."""
+        objects, entries = self._walk()
+        for name, tree in objects.items():
+            if found := difference(tree, description.objects[name], name):
+                raise RestoreError(f"the state differs after it was restored: {found}")
+        if [region.header for region in entries] != [header(spec) for spec in description.tensors]:
+            raise RestoreError("the state differs after it was restored: its tensors have other forms")
+        for region in entries:
+            if region.volatile and not torch.equal(region.bytes_now().cpu(), source[region.name]):
+                raise RestoreError(f"the state differs after it was restored: {region.name} has other values")
+
+    def _walk(self) -> tuple[dict[str, Tree], list[Region]]:
+        scribe = Scribe(self._regions)
+        objects = {name: keeper.walk(scribe) for name, keeper in self._keepers.items()}
+        self._regions = scribe.regions
+        scribe.entries.sort(key=_by_name)
+        return objects, scribe.entries
+
+
+def _unless_malformed(step: Callable[[], None]) -> None:
+    """A tree comes from a file or a peer: what is missing in it is their fault, and said so."""
+    try:
+        step()
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RestoreError(f"the saved state is malformed: {type(error).__name__}: {error}") from error
+
+
+def _pieces(entries: list[Region]) -> Iterator[bytes | memoryview | torch.Tensor]:
+    for region in entries:
+        yield region.header
+        yield region.view if region.view is not None else region.bytes_now()
+
+
+def _description(objects: dict[str, Tree], entries: list[Region]) -> Description:
+    return Description(format=FORMAT, objects=objects, tensors=[region.spec for region in entries])
+
+
+def _layout(specs: list[TensorSpec]) -> tuple[list[int], int]:
+    """Aligned offsets of the entries in one slab, and its size."""
+    offsets: list[int] = []
+    size = 0
+    for spec in specs:
+        offsets.append(size)
+        size += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, size
+
+
+def digest_of(description: Description, source: Mapping[str, torch.Tensor]) -> str:
+    """The digest of a state given by its description and its bytes (flat uint8, CPU)."""
+    hasher = xxhash.xxh3_128(canonical(description.objects))
+    for spec in description.tensors:
+        hasher.update(header(spec))
+        hasher.update(view_of(source[spec.name]))
+    return hasher.hexdigest()
+
+
+def check_forms(description: Description) -> None:
+    """Raise `RestoreError` unless every entry has a known dtype and as many bytes as its shape says."""
+    check_description(description)
+    for spec in description.tensors:
+        form = f"{spec.dtype}{list(spec.shape)}"
+        if spec.nbytes != math.prod(spec.shape) * named_dtype(spec.dtype).itemsize:
+            raise RestoreError(f"entry {spec.name!r}: {spec.nbytes} bytes are not {form}")
+        if spec.stride and not is_dense(spec.shape, spec.stride):
+            raise RestoreError(f"entry {spec.name!r}: {form} with strides {list(spec.stride)} is not dense")
+
+
+def check_source(description: Description, source: Mapping[str, torch.Tensor]) -> None:
+    """Raise `RestoreError` unless the description is sound and `source` has every entry's bytes in full."""
+    check_forms(description)
+    for spec in description.tensors:
+        flat = source.get(spec.name)
+        if flat is None:
+            raise RestoreError(f"the bytes of entry {spec.name!r} are missing")
+        if flat.dtype is not torch.uint8 or flat.shape != (spec.nbytes,) or flat.device.type != "cpu":
+            raise ProtocolError(f"entry {spec.name!r} must come as {spec.nbytes} flat bytes in host memory")

@@ -1,0 +1,277 @@
+"""A state on its way from several donors to a joiner, without sockets: who reads what, and where it lands.
+
+1. Donors and joiner agree on a session: the step that was committed and the digest of the state after it
+   (P14).
+2. Each donor makes a `Donor` at that boundary; any of them gives the joiner its `description`.
+3. The joiner calls `Receiver.begin(session, description)`, deals the numbers of `missing()` chunks out to
+   the donors, and for every chunk that arrives: `buffer`, receive into it, `landed`. A donor sends the
+   views of `read_views`.
+4. When nothing is missing, `finish` checks the digest and swaps the state in. If a donor is lost, its
+   chunks are dealt out again; if the session is called off and comes again, `begin` keeps what has landed.
+
+Both sides cut the state into the same chunks, a pure function of the description: a chunk is a piece of
+one large tensor, or several small tensors whole (a step counter has four bytes: one message each would
+cost more than the bytes).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import torch
+
+from perdure.schema.errors import ProtocolError, RestoreError
+from perdure.state.capture import ProtectedState, digest_of
+from perdure.state.layout import Description, TensorSpec, decode_description, encode_description
+from perdure.state.memory import Region, view_of, wait_for
+
+CHUNK_BYTES: Final = 1 << 20
+"""Default size of a chunk: large enough for the socket, small enough to share the work evenly."""
+
+
+class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which state is being given: that after the commit of `step`, with this digest."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`length` bytes of the entry number `tensor` of the description, from `offset` on."""
+
+    tensor: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What travels as one message: its pieces' bytes one after the other, `length` in all."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    length: int
+
+
+def chunks(tensors: list[TensorSpec], chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
+    """Cut a state into chunks of at most `chunk_bytes`.
+
+    Every byte is in exactly one. The same at both ends.
+    """
+    if chunk_bytes < 1:
+        raise ProtocolError(f"a chunk of {chunk_bytes} bytes cannot carry anything")
+    cut: list[tuple[Piece, ...]] = []
+    pack: list[Piece] = []
+    packed = 0
+    for number, spec in enumerate(tensors):
+        if spec.nbytes > chunk_bytes // 4:
+            cut += [
+                (Piece(number, offset, min(chunk_bytes, spec.nbytes - offset)),)
+                for offset in range(0, spec.nbytes, chunk_bytes)
+            ]
+        elif spec.nbytes:
+            if packed + spec.nbytes > chunk_bytes:
+                cut.append(tuple(pack))
+                pack, packed = [], 0
+            pack.append(Piece(number, 0, spec.nbytes))
+            packed += spec.nbytes
+    if pack:
+        cut.append(tuple(pack))
+    return [Chunk(index, pieces, sum(piece.length for piece in pieces)) for index, pieces in enumerate(cut)]
+
+
+class Donor:
+    """Gives away the state as it is now. Make it between two commits; it is void at the next commit.
+
+    Parameters and optimizer state on the CPU are read where they lie: they cannot change before the next
+    commit. Buffers and generators can, so they are copied here. What is on a device is copied piece by
+    piece on a stream of its own, so that the donor's computing is not waited for.
+    """
+
+    def __init__(self, state: ProtectedState, session: Session, chunk_bytes: int = CHUNK_BYTES) -> None:
+        described, regions = state.capture()
+        self.session = session
+        self.description = encode_description(described)
+        self.total_bytes = described.total_bytes
+        self._chunks = chunks(described.tensors, chunk_bytes)
+        self._bytes = [_given(region) for region in regions]
+        self._views = [view_of(flat) if flat.device.type == "cpu" else None for flat in self._bytes]
+        self._streams = {
+            flat.device: _side_stream(flat.device) for flat in self._bytes if flat.device.type == "cuda"
+        }
+
+    def __len__(self) -> int:
+        """The number of chunks."""
+        return len(self._chunks)
+
+    def read_views(self, session: Session, index: int) -> list[memoryview] | None:
+        """The bytes of a chunk, to be sent one after the other; None if the session is another one.
+
+        Safe to call from a thread beside the one that trains. Raises `ProtocolError` for a chunk that does
+        not exist.
+        """
+        if session != self.session:
+            return None
+        if not 0 <= index < len(self._chunks):
+            raise ProtocolError(f"chunk {index} of {len(self._chunks)} was asked for")
+        return [self._read(piece) for piece in self._chunks[index].pieces]
+
+    def _read(self, piece: Piece) -> memoryview:
+        stop = piece.offset + piece.length
+        view = self._views[piece.tensor]
+        if view is not None:
+            return view[piece.offset : stop]
+        flat = self._bytes[piece.tensor][piece.offset : stop]
+        if flat.device.type != "cuda":
+            return view_of(flat.cpu())
+        host = torch.empty(piece.length, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(self._streams[flat.device]):
+            host.copy_(flat, non_blocking=True)
+            wait_for(flat.device)
+        return view_of(host)
+
+
+def _given(region: Region) -> torch.Tensor:
+    """The flat bytes that a donor gives for a region."""
+    flat = region.bytes_now()
+    return flat.cpu().clone() if region.volatile else flat
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that begins after everything queued so far, the commit included."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+@dataclass
+class _Arrival:
+    """One session's chunks and where they land."""
+
+    session: Session
+    raw: bytes
+    description: Description
+    chunks: list[Chunk]
+    buffers: dict[str, torch.Tensor]
+    views: list[memoryview]
+    missing: set[int]
+    packs: dict[int, memoryview]
+
+
+class Receiver:
+    """Takes a state in. Several threads may call `buffer` and `landed` at once, one per donor.
+
+    With `staged`, everything lands in private buffers and the live state is touched only after the digest
+    was checked. Without, parameters and optimizer state that exist already land in place, which saves
+    their memory and a copy; if the digest is then wrong, the live state is void.
+    """
+
+    def __init__(self, state: ProtectedState, *, staged: bool = True, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._state = state
+        self._staged = staged
+        self._chunk_bytes = chunk_bytes
+        self._lock = threading.Lock()
+        self._arrival: _Arrival | None = None
+
+    def begin(self, session: Session, description: bytes) -> None:
+        """Start a session, or go on with it if it is the same; what landed of another is thrown away.
+
+        Raises `RestoreError` if the state described does not fit the live objects.
+        """
+        with self._lock:
+            if self._arrival and (self._arrival.session, self._arrival.raw) == (session, description):
+                return
+            self._arrival = None
+            described = decode_description(description)
+            self._state.check(described)
+            cut = chunks(described.tensors, self._chunk_bytes)
+            live = {} if self._staged else self._state.landing(described)
+            buffers = {
+                spec.name: live[spec.name]
+                if spec.name in live
+                else torch.empty(spec.nbytes, dtype=torch.uint8)
+                for spec in described.tensors
+            }
+            self._arrival = _Arrival(
+                session=session,
+                raw=description,
+                description=described,
+                chunks=cut,
+                buffers=buffers,
+                views=[view_of(buffers[spec.name]) for spec in described.tensors],
+                missing={chunk.index for chunk in cut},
+                packs={},
+            )
+
+    def missing(self) -> list[Chunk]:
+        """The chunks that have not landed, in order. Empty before `begin`."""
+        with self._lock:
+            arrival = self._arrival
+            return [arrival.chunks[index] for index in sorted(arrival.missing)] if arrival else []
+
+    def buffer(self, session: Session, index: int) -> memoryview | None:
+        """Where to receive a chunk; None if it is of another session or has landed.
+
+        Read its bytes and throw them away.
+        """
+        with self._lock:
+            arrival = self._of(session)
+            if arrival is None or index not in arrival.missing:
+                return None
+            chunk = arrival.chunks[index]
+            if len(chunk.pieces) == 1:
+                piece = chunk.pieces[0]
+                return arrival.views[piece.tensor][piece.offset : piece.offset + piece.length]
+            return arrival.packs.setdefault(index, memoryview(bytearray(chunk.length)))
+
+    def landed(self, session: Session, index: int) -> bool:
+        """Say that the buffer of a chunk is full. False if it is of another session or had landed before."""
+        with self._lock:
+            arrival = self._of(session)
+            if arrival is None or index not in arrival.missing:
+                return False
+            pack = arrival.packs.pop(index, None)
+            if pack is not None:
+                _unpack(pack, arrival.chunks[index].pieces, arrival.views)
+            elif len(arrival.chunks[index].pieces) > 1:
+                raise ProtocolError(f"chunk {index} landed although no buffer was taken for it")
+            arrival.missing.discard(index)
+            return True
+
+    def finish(self) -> str:
+        """Check the digest, swap the state in, and return the digest.
+
+        Raises `ProtocolError` while chunks are missing, and `RestoreError` if the digest is not the
+        session's or the state does not fit; the next `begin` then starts from zero.
+        """
+        with self._lock:
+            arrival = self._arrival
+            if arrival is None or arrival.missing:
+                raise ProtocolError(
+                    f"{len(arrival.missing) if arrival else 'all'} chunks of the state are missing"
+                )
+            self._arrival = None
+        digest = digest_of(arrival.description, arrival.buffers)
+        if digest != arrival.session.digest:
+            raise RestoreError(
+                f"the state received for step {arrival.session.step} has the digest {digest} instead of "
+                f"{arrival.session.digest}; it is received anew"
+            )
+        self._state.restore(arrival.description, arrival.buffers, adopt=True)
+        return digest
+
+    def _of(self, session: Session) -> _Arrival | None:
+        arrival = self._arrival
+        return arrival if arrival is not None and arrival.session == session else None
+
+
+def _unpack(pack: memoryview, pieces: Iterable[Piece], views: list[memoryview]) -> None:
+    start = 0
+    for piece in pieces:
+        views[piece.tensor][: piece.length] = pack[start : start + piece.length]
+        start += piece.length
