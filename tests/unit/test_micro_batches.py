@@ -138,9 +138,9 @@ def test_binding_twice_must_agree() -> None:
 
 def test_an_unbound_stream_says_what_to_do() -> None:
     batches = MicroBatches(range(100), 1, 8)
-    with pytest.raises(UsageError, match="job.steps"):
+    with pytest.raises(UsageError, match=r"job\.steps"):
         batches.sample_ids(0, 0)
-    with pytest.raises(UsageError, match="job.steps"):
+    with pytest.raises(UsageError, match=r"job\.steps"):
         batches.block_of(0)
 
 

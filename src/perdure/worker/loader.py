@@ -5,16 +5,8 @@
     loader.forget(step)                    nothing before it will be asked for
 
 With `num_workers` loader processes they are torch's DataLoader workers, forked, fed by an endless
-sampler (`_Requests`) and read in order. Torch keeps a fixed number of requests in flight, two per
-process: each batch that is read makes room for one request, and the sampler then names the next one:
-
-1. a batch that `get` waits for and that nobody has requested yet — it jumps the queue;
-2. else the next batch of the look-ahead, unless as many as fit in flight have come early already;
-3. else nothing at all, an idle request, which a loader answers at once with nothing.
-
-So the sampler never ends, and the processes live as long as the loader. What is in flight ahead of a
-jump comes early and is kept: at most twice what fits in flight. A batch that came early and is no
-longer wanted is dropped when its step is forgotten.
+sampler (`LookAhead`, which decides what is loaded next) and read in order. So they live as long as the
+loader.
 
 Bits do not depend on any of this: generators are seeded for each sample and for the collate call, in
 loader processes and in the main process alike, and both compute with one thread.
@@ -30,44 +22,31 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import multiprocessing.queues
+import multiprocessing.util
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
-from torch._C import _error_if_any_worker_fails
+from torch._C import _remove_worker_pids
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from perdure.schema.errors import ProtocolError
 from perdure.worker.data import MicroBatches
+from perdure.worker.look_ahead import Key, LookAhead, Request
 from perdure.worker.parent import die_with_parent
 from perdure.worker.rng import one_thread, seed_collate, seed_sample
 
 _PREFETCH_FACTOR = 2  # requests in flight per loader process; torch's own default
-_SKIPPED_MAX = 10_000  # keys of the look-ahead passed over, because known or absent, per request
 _CLOSE_GRACE_S = 1.0  # for loader processes that are busy when the loader is closed
-
-
-class _Key(NamedTuple):
-    step: int
-    micro_batch: int
-
-
-class _Request(NamedTuple):
-    """All that a loader process has to know: it holds no permutation."""
-
-    key: _Key
-    epoch: int
-    ids: list[int]
 
 
 class Loader:
@@ -85,7 +64,7 @@ class Loader:
         self._batches = batches
         self._recipe = _Recipe(batches, key)
         self._pin = batches.pin_memory and torch.cuda.is_available()
-        self._requests = _Requests(self._request, depth=_PREFETCH_FACTOR * batches.num_workers)
+        self._requests = LookAhead(self._request, depth=_PREFETCH_FACTOR * batches.num_workers)
         self._iterator: Any = None
         self._closed = False
 
@@ -100,8 +79,12 @@ class Loader:
         if self._closed:
             raise ProtocolError("the loader is closed")
         if self._iterator is None and self._batches.num_workers > 0:
-            with _deaths_interrupt():
-                self._iterator = iter(self._data_loader())
+            self._iterator = _start_iterator(self._data_loader())
+
+    @property
+    def pids(self) -> list[int]:
+        """The loader processes that have been started."""
+        return [] if self._iterator is None else [process.pid for process in self._iterator._workers]
 
     def schedule(
         self, step: int, micro_batches: Iterable[int], beyond: Iterable[tuple[int, int]] | None = None
@@ -110,10 +93,11 @@ class Loader:
 
         `beyond` yields (step, micro_batch) pairs and may be endless: it is read lazily, in this thread,
         as loaders have room. None keeps the earlier one. The rest of the look-ahead is replaced. What is
-        here or in flight already is not requested again, an absent micro-batch not at all.
+        here, in flight or has been read since its step was last forgotten is not loaded again (`get` still
+        gives it); an absent micro-batch not at all. A `step` before what was forgotten starts over there.
         """
-        keys = [_Key(step, micro_batch) for micro_batch in micro_batches]
-        self._requests.plan(step, keys, None if beyond is None else (_Key(*pair) for pair in beyond))
+        keys = [Key(step, micro_batch) for micro_batch in micro_batches]
+        self._requests.plan(step, keys, None if beyond is None else (Key(*pair) for pair in beyond))
 
     def get(self, step: int, micro_batch: int) -> Any:
         """The batch of micro-batch `micro_batch` of `step`, as `collate_fn` made it.
@@ -122,7 +106,7 @@ class Loader:
         loader process an exception of the same type, with the original traceback as its text; RuntimeError
         if a loader process died; ProtocolError if the micro-batch is absent or the loader closed.
         """
-        key = _Key(step, micro_batch)
+        key = Key(step, micro_batch)
         if self._batches.num_workers > 0:
             return self._wait_for(key)
         if self._closed:
@@ -135,7 +119,7 @@ class Loader:
         return pin_memory(batch) if self._pin else batch  # type: ignore[no-untyped-call]
 
     def forget(self, before_step: int) -> None:
-        """Drop what belongs to steps before `before_step`, here and in the look-ahead."""
+        """Drop what belongs to steps before `before_step`, here and in the look-ahead; once a step."""
         self._requests.forget(before_step)
 
     def close(self) -> None:
@@ -143,7 +127,7 @@ class Loader:
         self._closed = True
         self._stop()
 
-    def _wait_for(self, key: _Key) -> Any:
+    def _wait_for(self, key: Key) -> Any:
         self.start()
         requests = self._requests
         found, result = requests.take(key)
@@ -154,25 +138,29 @@ class Loader:
             result.reraise()  # type: ignore[no-untyped-call]
         return result
 
-    def _receive(self, wanted: _Key) -> Any:
+    def _receive(self, wanted: Key) -> Any:
+        processes = self._iterator._workers
         try:
-            with _deaths_interrupt():
+            with _deaths_interrupt(processes):
                 while True:
                     answer = next(self._iterator)
                     if answer is None:
                         continue
-                    key, result = _Key(*answer[0]), answer[1]  # pinning turns tuples into lists
+                    key, result = Key(*answer[0]), answer[1]  # pinning turns tuples into lists
                     self._requests.arrived(key)
                     if key == wanted:
                         return result
                     self._requests.keep(key, result)
         except BaseException:
-            self._stop()  # what is in flight can no longer be told: a later get starts afresh
+            try:
+                _check_alive(processes)  # torch says less about a death
+            finally:
+                self._stop()  # what is in flight can no longer be told: a later get starts afresh
             raise
 
-    def _request(self, key: _Key) -> _Request | None:
+    def _request(self, key: Key) -> Request | None:
         epoch, ids = self._batches.sample_ids(key.step, key.micro_batch)
-        return _Request(key, epoch, ids) if ids else None
+        return Request(key, epoch, ids) if ids else None
 
     def _data_loader(self) -> DataLoader[Any]:
         return DataLoader(
@@ -192,104 +180,8 @@ class Loader:
     def _stop(self) -> None:
         iterator, self._iterator = self._iterator, None
         self._requests.lost()
-        if iterator is None:
-            return
-        # Torch joins the processes one by one, for 5 s each: too long for one in a slow transform.
-        impatience = threading.Timer(_CLOSE_GRACE_S, _kill_all, (iterator._workers,))
-        impatience.start()
-        try:
-            iterator._shutdown_workers()
-        finally:
-            impatience.cancel()
-            impatience.join()
-
-
-class _Requests:
-    """The sampler: decides what to load next, and keeps what came early. No process, no clock."""
-
-    def __init__(self, describe: Callable[[_Key], _Request | None], depth: int) -> None:
-        self._describe = describe
-        self._depth = depth
-        self._demands: deque[_Key] = deque()
-        self._planned: deque[_Key] = deque()
-        self._beyond: Iterator[_Key] = iter(())
-        self._in_flight: set[_Key] = set()
-        self._early: dict[_Key, Any] = {}
-        self._first_step = 0
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> _Request | None:
-        """The next request, or None to idle (torch would take the end of a sampler for good)."""
-        while self._demands:
-            request = self._claim(self._demands.popleft())
-            if request is not None:
-                return request
-        if len(self._early) >= self._depth:
-            return None
-        for _ in range(_SKIPPED_MAX):
-            key = self._planned.popleft() if self._planned else next(self._beyond, None)
-            if key is None:
-                return None
-            request = self._claim(key)
-            if request is not None:
-                return request
-        return None
-
-    def _claim(self, key: _Key) -> _Request | None:
-        if key.step < self._first_step or key in self._early or key in self._in_flight:
-            return None
-        request = self._describe(key)
-        if request is not None:
-            self._in_flight.add(key)
-        return request
-
-    def plan(self, step: int, keys: list[_Key], beyond: Iterator[_Key] | None) -> None:
-        """Replace the look-ahead; what came early for `step` and is not in it is dropped."""
-        wanted = set(keys)
-        for key in [key for key in self._early if key.step == step and key not in wanted]:
-            del self._early[key]
-        self._planned = deque(keys)
-        if beyond is not None:
-            self._beyond = beyond
-
-    def demand(self, key: _Key) -> None:
-        """Load `key` next, unless it is on its way. Raises ProtocolError if it has no samples."""
-        if self._describe(key) is None:
-            raise ProtocolError(
-                f"micro-batch {key.micro_batch} of step {key.step} has no samples, yet was asked for"
-            )
-        self._first_step = min(self._first_step, key.step)
-        if key not in self._in_flight:
-            self._demands.append(key)
-
-    def take(self, key: _Key) -> tuple[bool, Any]:
-        """(True, the batch) if it came early; it is then no longer here."""
-        if key in self._early:
-            return True, self._early.pop(key)
-        return False, None
-
-    def arrived(self, key: _Key) -> None:
-        """A batch was read: it is no longer in flight."""
-        self._in_flight.discard(key)
-
-    def keep(self, key: _Key, result: Any) -> None:
-        """Keep a batch that came early, unless its step is over."""
-        if key.step >= self._first_step:
-            self._early[key] = result
-
-    def forget(self, before_step: int) -> None:
-        """Drop all that belongs to earlier steps."""
-        self._first_step = before_step
-        for key in [key for key in self._early if key.step < before_step]:
-            del self._early[key]
-
-    def lost(self) -> None:
-        """The loader processes are gone, and what was in flight with them."""
-        self._planned.extendleft(sorted(self._in_flight, reverse=True))
-        self._in_flight.clear()
-        self._demands.clear()
+        if iterator is not None:
+            _end_iterator(iterator)
 
 
 class _Recipe:
@@ -301,7 +193,7 @@ class _Recipe:
         self._seed = batches.seed
         self._stream = stream
 
-    def load(self, request: _Request) -> Any:
+    def load(self, request: Request) -> Any:
         """Load and collate, each sample and the collate call under its own seed."""
         samples = []
         for sample in request.ids:
@@ -310,7 +202,7 @@ class _Recipe:
         seed_collate(self._seed, *request.key, self._stream)
         return self._collate(samples)
 
-    def __getitem__(self, request: _Request | None) -> tuple[_Key, Any] | None:
+    def __getitem__(self, request: Request | None) -> tuple[Key, Any] | None:
         """Torch's view: the request is the index. A failure is an answer like any other."""
         if request is None:
             return None
@@ -327,6 +219,50 @@ class _Recipe:
 def _as_it_is(answer: Any) -> Any:
     """No conversion: the user's collate function has made the batch already."""
     return answer
+
+
+def _start_iterator(data_loader: DataLoader[Any]) -> Any:
+    """Fork the loader processes, without what torch does to the whole process meanwhile.
+
+    Torch installs a SIGCHLD handler that raises in whatever the main thread is doing when a loader
+    process dies, which may be a commit. Here only `_deaths_interrupt` raises.
+    """
+    multiprocessing.util.get_temp_dir()  # made here it is removed here, however a loader process ends
+    previous = signal.getsignal(signal.SIGCHLD)
+    iterator: Any = iter(data_loader)
+    _remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
+    if signal.getsignal(signal.SIGCHLD) is not previous:
+        signal.signal(signal.SIGCHLD, previous)
+    return iterator
+
+
+def _end_iterator(iterator: Any) -> None:
+    """End an iterator's loader processes: by asking, if all can still answer.
+
+    Torch joins the processes one by one, for 5 s each: too long for one in a slow transform, hence the
+    timer. And it sets an event whose lock a process that was killed may hold for ever: then, and
+    whenever one is dead, the rest is killed and torch's own ending is left out.
+    """
+    processes = iterator._workers
+    if all(process.is_alive() for process in processes):
+        impatience = threading.Timer(_CLOSE_GRACE_S, _kill_all, (processes,))
+        impatience.start()
+        try:
+            iterator._shutdown_workers()
+        finally:
+            impatience.cancel()
+            impatience.join()
+        return
+    iterator._shutdown = True  # its __del__ has nothing left to do
+    _kill_all(processes)
+    for process in processes:
+        process.join()
+    if hasattr(iterator, "_pin_memory_thread"):
+        iterator._pin_memory_thread_done_event.set()  # it looks every 5 s
+    for queue in (*iterator._index_queues, iterator._worker_result_queue):
+        queue.cancel_join_thread()
+        queue.close()
 
 
 def _kill_all(processes: list[Any]) -> None:
@@ -354,26 +290,34 @@ def _end_unsendable(error: Exception, _answer: object) -> None:
 
 
 @contextmanager
-def _deaths_interrupt() -> Iterator[None]:
-    """Meanwhile a loader process's death raises here at once, also one that has happened before.
+def _deaths_interrupt(processes: list[Any]) -> Iterator[None]:
+    """Meanwhile the death of one of these processes raises here at once, also if it died before.
 
-    Torch installs a SIGCHLD handler that raises in whatever the main thread is doing, which may be a
-    commit. Here it is in force only while a batch is waited for. In other threads signals do not arrive,
-    and torch's own check, every 5 s, finds the death.
+    In other threads than the main one signals do not arrive; torch's own check, every 5 s, finds it.
     """
+    _check_alive(processes)
     previous = signal.getsignal(signal.SIGCHLD)
     if threading.current_thread() is not threading.main_thread() or previous is None:
         yield
         return
 
-    def raise_if_dead(signum: int, frame: FrameType | None) -> None:
-        _error_if_any_worker_fails()
+    def child_ended(signum: int, frame: FrameType | None) -> None:
         if callable(previous):
             previous(signum, frame)
+        _check_alive(processes)
 
-    signal.signal(signal.SIGCHLD, raise_if_dead)
+    signal.signal(signal.SIGCHLD, child_ended)
     try:
-        _error_if_any_worker_fails()
+        _check_alive(processes)  # one may have died before the handler was there
         yield
     finally:
         signal.signal(signal.SIGCHLD, previous)
+
+
+def _check_alive(processes: list[Any]) -> None:
+    for process in processes:
+        if not process.is_alive():
+            raise RuntimeError(
+                f"loader process {process.pid} died (exit code {process.exitcode}; -N: by signal N): "
+                "its own stderr may say why; often it is out of memory or of shared memory"
+            )
