@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -54,6 +55,16 @@ def test_strong_scaling_is_predicted_unseen_and_falls_as_it_falls() -> None:
             assert predicted == sorted(predicted, reverse=True)
             fall = predicted[-1] / predicted[0]
             assert fall == pytest.approx(rows[-1].tflops / rows[0].tflops, abs=0.03)
+
+
+def test_the_documented_predictions_are_the_model_s() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+    for row in (*WEAK, *STRONG):
+        cells = [f"{predicted_tflops(row, calibrated(WEAK[start::2])):.1f} (" for start in (0, 1)]
+        assert any(
+            f"| {row.gpus} | {row.tflops:g} |" in line and all(cell in line for cell in cells)
+            for line in text.splitlines()
+        ), row
 
 
 def test_published_sizes_are_the_formula_s() -> None:
