@@ -85,13 +85,15 @@ def run(fork: Fork, control: socket.socket, page_fd: int) -> None:
     faulthandler.enable()
     try:
         _run_script(fork.script)
+        return
     except SystemExit as error:
         code = _exit_code(error)
         if code != 0:
             context.last_words(_crash(error, code))
         raise
     except BaseException as error:
-        _end(context, error)
+        raised = error
+    _end(context, raised)  # outside of `except`: an error in the script's excepthook has no context
 
 
 def _forget_launcher() -> None:
@@ -107,14 +109,14 @@ def _run_script(script: tuple[str, ...]) -> None:
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
-    path = script[0]
-    if path == "-m":
+    if script[0] == "-m":
         sys.argv[:] = ["-m", *script[2:]]
         _put_first_on_path(os.getcwd())
         # The function behind `python -m`; run_module() would take the module's globals away at its end.
         runpy._run_module_as_main(script[1])  # type: ignore[attr-defined]
         return
     sys.argv[:] = script
+    path = os.path.join(os.getcwd(), script[0])
     if pkgutil.get_importer(path) is not None:  # a directory or a zip file with a __main__.py
         sys.path.insert(0, path)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
@@ -130,7 +132,7 @@ def _run_script(script: tuple[str, ...]) -> None:
             source = file.read()
     except OSError as error:
         reason = f"[Errno {error.errno}] {error.strerror}"
-        print(f"{sys.executable}: can't open file {os.path.abspath(path)!r}: {reason}", file=sys.stderr)
+        print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)
         sys.exit(2)
     exec(compile(source, path, "exec", dont_inherit=True), vars(main))
 
@@ -142,20 +144,27 @@ def _put_first_on_path(directory: str) -> None:
 
 def _end(context: Context, error: BaseException) -> NoReturn:
     """Print `error` as python does, tell the agent, and leave the interpreter to end."""
-    error.__traceback__ = _own_frames_dropped(error.__traceback__)
+    _drop_own_frames(error)
     code = error.exit_code if isinstance(error, PerdureError) else 1
     crash = _crash(error, code)
-    hook = sys.excepthook
-    try:
-        hook(type(error), error, error.__traceback__)
-    except BaseException:
-        sys.__excepthook__(type(error), error, error.__traceback__)
+    _print(error)
     context.last_words(crash)
     if isinstance(error, KeyboardInterrupt):
         # The interpreter ends the process by SIGINT, as the shell expects; it is printed already.
         sys.excepthook = lambda *_: None
         raise error
     sys.exit(code)
+
+
+def _print(error: BaseException) -> None:
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as broken:
+        _drop_own_frames(broken)
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(broken), broken, broken.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, error.__traceback__)
 
 
 def _exit_code(error: SystemExit) -> int:
@@ -169,32 +178,33 @@ def _exit_code(error: SystemExit) -> int:
 _PERDURE = os.path.dirname(os.path.abspath(perdure.__file__))
 
 
-def _own_frames_dropped(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the script's first frame on: python's own would start there."""
+def _drop_own_frames(error: BaseException) -> None:
+    """Let the traceback begin with the script's first frame, as python's own does."""
+    tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
-    return tb
+    error.__traceback__ = tb
 
 
 def _crash(error: BaseException, exit_code: int) -> Crashed:
-    tb = _own_frames_dropped(error.__traceback__)
-    text = "".join(traceback.format_exception(type(error), error, tb))
+    _drop_own_frames(error)
+    text = "".join(traceback.format_exception(error))
     if len(text) > TRACEBACK_CHARS:
         half = TRACEBACK_CHARS // 2
         text = f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
     kind = type(error)
     return Crashed(
         kind=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
-        where=_printable(_where(error, tb)),
+        where=_printable(_where(error)),
         traceback=_printable(text),
         exit_code=exit_code,
         user=isinstance(error, UsageError | SyntaxError),
     )
 
 
-def _where(error: BaseException, tb: types.TracebackType | None) -> str:
+def _where(error: BaseException) -> str:
     """`file:line` of the innermost frame of the user's own code; of any frame, if none is the user's."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(tb)]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno or 0))
     library = _library_paths()

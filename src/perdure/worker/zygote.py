@@ -89,9 +89,12 @@ def main(fd: int, agent_pid: int) -> None:
 def _preload() -> None:
     """Import what every worker needs. A failure is the script's to meet, with a traceback of its own."""
     gc.disable()
+    environment = dict(os.environ)
     for name in _PRELOADED:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    os.environ.clear()  # torch._dynamo leaves a variable there
+    os.environ.update(environment)
     gc.enable()
     gc.collect()
     gc.freeze()  # a collection in a worker would otherwise write to, and so copy, every shared page
