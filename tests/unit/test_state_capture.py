@@ -20,9 +20,10 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 from perdure.schema.errors import ProtectError, RestoreError
-from perdure.state.capture import ProtectedState, digest_of
+from perdure.state.capture import ProtectedState, digest_of, touched_slab
 from perdure.state.layout import decode_description, encode_description
 from perdure.state.memory import Staging
+from perdure.state.transfer import Donor, Receiver, Session
 from perdure.state.tree import decode, encode
 
 Script = dict[str, Any]
@@ -415,8 +416,11 @@ def test_a_snapshot_is_private_and_its_memory_is_used_again() -> None:
     copied = state.snapshot()
     train(script, 1)
     assert copied.digest() == before != state.digest()
-    again = state.snapshot(reuse=copied)
+    again = state.snapshot(copied.slab)
     assert again.slab is copied.slab
+    room = touched_slab(state.slab_bytes)
+    assert state.snapshot(room).slab is room
+    assert state.snapshot(room[:100]).slab is not room
     assert again.digest() == state.digest()
     assert again.total_bytes == state.total_bytes
 
@@ -650,3 +654,58 @@ def test_the_digest_of_bytes_received_is_that_of_the_state() -> None:
     assert digest_of(decode_description(state.describe()), copied.tensors) == state.digest()
     copied.tensors["model.embed.weight"][3] ^= 1
     assert copied.digest() != state.digest()
+
+
+# --- on a device --------------------------------------------------------------------------------------------
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def device_script(seed: int, device: str, **options: Any) -> Script:
+    torch.manual_seed(seed)
+    model = Net().to(device)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), **options)}
+
+
+def device_steps(script: Script, steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    device = script["model"].scale.device
+    for _ in range(steps):
+        tokens = torch.randint(0, 8, (5,), generator=generator).to(device)
+        nn.functional.cross_entropy(script["model"](tokens), tokens).backward()
+        script["optimizer"].step()
+        script["optimizer"].zero_grad()
+
+
+@needs_cuda
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}, {"foreach": True}], ids=str)
+def test_state_on_a_device_heals_and_is_the_same_on_the_host(options: dict[str, bool]) -> None:
+    source, target = (device_script(seed, "cuda", **options) for seed in (0, 7))
+    device_steps(source, 3)
+    donor, joiner = heal(source, target)
+    assert {str(e.tensor.device) for e in donor.tensors()} == {str(e.tensor.device) for e in joiner.tensors()}
+    device_steps(source, 2)
+    device_steps(target, 2)
+    assert donor.digest() == joiner.digest()
+    if "capturable" not in options:  # which the host does not have
+        host = ProtectedState(device_script(9, "cpu", **options))
+        host.restore(donor.description(), donor.snapshot().tensors)
+        assert host.digest() == donor.digest()
+        joiner.restore(host.description(), host.snapshot().tensors)
+        assert joiner.digest() == donor.digest()
+
+
+@needs_cuda
+def test_state_on_a_device_travels_in_chunks() -> None:
+    source, target = (device_script(seed, "cuda") for seed in (0, 7))
+    device_steps(source, 2)
+    state = ProtectedState(source)
+    donor = Donor(state, Session(1, state.digest()), 64)
+    receiver = Receiver(ProtectedState(target), chunk_bytes=64)
+    receiver.begin(donor.session, donor.description)
+    for chunk in receiver.missing():
+        buffer = receiver.buffer(donor.session, chunk.index)
+        assert buffer is not None
+        buffer[:] = b"".join(donor.read_views(donor.session, chunk.index) or [])
+        receiver.landed(donor.session, chunk.index)
+    assert receiver.finish() == state.digest()

@@ -143,17 +143,16 @@ class ProtectedState:
         objects, entries = self._walk()
         return _description(objects, entries), entries
 
-    def snapshot(self, reuse: Snapshot | None = None) -> Snapshot:
-        """A private copy in host memory.
+    def snapshot(self, slab: torch.Tensor | None = None) -> Snapshot:
+        """A private copy in host memory: in `slab`, if it is large enough, else in a new one.
 
-        The memory of `reuse`, a snapshot no longer needed, is used again if it is large enough.
+        Give it the slab of a snapshot that is no longer needed, or one from `touched_slab`: the first
+        touch of new memory takes several times as long as the copy.
         """
         description, entries = self.capture()
         offsets, size = _layout(description.tensors)
-        slab = reuse.slab if reuse is not None and reuse.slab.nbytes >= size else None
-        if slab is None:
-            on_device = any(region.spec.device == "cuda" for region in entries)
-            slab = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
+        if slab is None or slab.nbytes < size:
+            slab = _new_slab(size)
         tensors: dict[str, torch.Tensor] = {}
         devices = set()
         for region, offset in zip(entries, offsets, strict=True):
@@ -164,6 +163,11 @@ class ProtectedState:
         for device in devices:
             wait_for(device)
         return Snapshot(description, tensors, slab)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes that a snapshot of the state as it is now needs; grows when the optimizer gets its state."""
+        return _layout(self.description().tensors)[1]
 
     def landing(self, description: Description) -> dict[str, torch.Tensor]:
         """The live memory into which entries of `description` may be received directly (flat uint8, CPU)."""
@@ -229,6 +233,15 @@ class ProtectedState:
         self._regions = scribe.regions
         scribe.entries.sort(key=_by_name)
         return objects, scribe.entries
+
+
+def touched_slab(nbytes: int) -> torch.Tensor:
+    """Memory for a snapshot (`ProtectedState.slab_bytes`), its pages present. Fit for a background thread."""
+    return _new_slab(nbytes).zero_()
+
+
+def _new_slab(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def _unless_malformed(step: Callable[[], None]) -> None:
