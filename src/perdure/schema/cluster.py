@@ -27,8 +27,8 @@ from perdure.schema.measured import Measured, load_measured
 from perdure.schema.tables import Table, convert, override, read_toml
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
-Positive = Annotated[float, Meta(gt=0)]
-NonNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0, le=1e30)]
+NonNegative = Annotated[float, Meta(ge=0, le=1e30)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
@@ -249,7 +249,7 @@ class Job(Table, frozen=True):
 
     name: Name
     gpus: GpuRange
-    weight: Positive = 1.0
+    weight: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
     model: Model | None = None
     throughput: str | None = None
     global_batch: Count | None = None

@@ -26,6 +26,9 @@ from perdure.schema.errors import UsageError
 
 Unit = Literal["flops_per_s", "tflops_per_gpu", "samples_per_s", "step_s"]
 
+VALUE_MAX = 1e30
+"""Larger measurements are typing errors, and their products would overflow."""
+
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """`values[i]` in `unit` was measured on `gpus[i]` GPUs; `gpus` increases strictly."""
@@ -63,7 +66,7 @@ def parse_csv(text: str, where: str) -> Measured:
             value = float(row[header.index(units[0])])
         except (ValueError, IndexError):
             gpus, value = 0, math.nan
-        if gpus < 1 or not math.isfinite(value) or value <= 0 or gpus in found:
+        if gpus < 1 or not 0 < value <= VALUE_MAX or gpus in found:
             text = ",".join(row)
             raise UsageError(f"{where}: line {number}: {text!r}, expected a new gpus ≥ 1 and {units[0]} > 0")
         found[gpus] = value

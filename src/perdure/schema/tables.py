@@ -133,6 +133,10 @@ def _tables(value: Any, key: str) -> Iterator[tuple[str, Table]]:
             yield from _tables(item, f"{key}.{name}")
 
 
+_WORDS = {"`": "", " | null": "", "object": "table", "array": "[[array of tables]]", ">=": "≥", "<=": "≤"}
+"""msgspec's words and TOML's."""
+
+
 def _reworded(message: str, raw: dict[str, Any]) -> str:
     """msgspec's message with the key in front and the value that was found."""
     text, _, at = message.partition(" - at `$")
@@ -150,13 +154,8 @@ def _reworded(message: str, raw: dict[str, Any]) -> str:
         else:
             value = value.get(step) if isinstance(value, dict) else None
             key = f"{key}.{step}" if key else step
-    text = (
-        text.replace("`", "")
-        .replace("object", "table")
-        .replace("array", "[[array of tables]]")
-        .replace(">=", "≥")
-        .replace("<=", "≤")
-    )
+    for theirs, ours in _WORDS.items():
+        text = text.replace(theirs, ours)
     if text.startswith("Object missing required field "):
         name = text.removeprefix("Object missing required field ")
         return f"{key}{'.' if key else ''}{name}: missing, expected a value"
