@@ -140,6 +140,18 @@ def test_measurements_and_own_gpu_kinds(tmp_path: Path, capsys: pytest.CaptureFi
     assert found["jobs"]["a"]["waf"] == pytest.approx(36e9)
 
 
+def test_where_there_is_only_a_trace_the_rate_is_the_trace_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"0,add,n{node}" for node in range(16)] + ["3600000,remove,n3", "7200000,remove,n5"]
+    (tmp_path / "trace.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (tmp_path / "c.toml").write_text(
+        SIX.replace("mtbf_hours_per_node = 500", 'trace = "trace.csv"'), encoding="utf-8"
+    )
+    # Two losses in two hours on 16 nodes: one an hour.
+    assert plan(capsys, tmp_path / "c.toml")["expected_running_s"] == pytest.approx(3600)
+
+
 @pytest.mark.parametrize(
     ("text", "args", "message"),
     [
@@ -153,6 +165,7 @@ def test_measurements_and_own_gpu_kinds(tmp_path: Path, capsys: pytest.CaptureFi
             "job.gpus.now: the jobs hold 80 nodes, expected at most 16",
         ),
         (SIX.replace("hidden=5120", "hidden=51200"), [], "job.large: no layout fits the memory of A800-80GB"),
+        (SIX.replace("mtbf_hours_per_node = 500", 'trace = "none.csv"'), [], "none.csv cannot be read"),
         (SIX, ["--what-if", "eat node-3"], "--what-if 'eat node-3': not an event, expected 'lose node-N'"),
         (SIX, ["--what-if", "lose node-x"], "not an event"),
         (SIX, ["--what-if", "lose node-99"], "node-99 is not there"),

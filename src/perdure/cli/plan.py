@@ -22,7 +22,7 @@ from perdure.core.curve import Curve, job_curve
 from perdure.core.explain import explain
 from perdure.core.gpus import gpu_kind
 from perdure.core.placement import Nodes, place
-from perdure.schema.cluster import Scenario, load_jobs, load_scenario
+from perdure.schema.cluster import Cluster, Scenario, load_jobs, load_scenario
 from perdure.schema.errors import UsageError
 
 EVENTS = "'lose node-N', 'return node-N', 'finish JOB' or 'submit FILE'"
@@ -81,17 +81,13 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The jobs, the nodes that are alive, and who holds which."""
+    """The jobs, the nodes that are alive, who holds which, and D_running for any number of nodes."""
 
     scenario: Scenario
     curves: tuple[Curve, ...]
     alive: frozenset[int]
     held: dict[str, Nodes]
-
-    @property
-    def running_s(self) -> Callable[[int], float]:
-        """D_running of this cluster."""
-        return expected_running(node_loss_rate(self.scenario.cluster))
+    running_s: Callable[[int], float]
 
     def demand(self, curve: Curve) -> Demand:
         """What the planner has to know of one job."""
@@ -142,11 +138,23 @@ def _first_plan(
     curves = tuple(job_curve(job, scenario.cluster, kind) for job in jobs)
     curves_s = time.perf_counter() - started
     alive = frozenset(range(scenario.cluster.nodes)) - away
-    world = World(scenario, curves, alive, _held_now(scenario, alive))
+    running_s = expected_running(_loss_rate(scenario.cluster))
+    world = World(scenario, curves, alive, _held_now(scenario, alive), running_s)
     demands = [world.demand(curve) for curve in curves]
     world = world.settled(allocate(demands, len(alive), world.running_s))
     outlook = world.outlook()
     return world, outlook, {"curves_s": curves_s, "plan_s": time.perf_counter() - started}
+
+
+def _loss_rate(cluster: Cluster) -> float:
+    """Node losses per node and second: what the cluster says, or what its trace shows."""
+    if cluster.mtbf_hours_per_node is not None or cluster.trace is None:
+        return node_loss_rate(cluster)
+    from perdure.sim.traces import read_trace  # only a trace needs the simulator's readers
+
+    trace = read_trace(cluster)
+    span_s = trace.happenings[-1].time_s if trace.happenings else 0.0
+    return trace.losses / (cluster.nodes * span_s) if span_s > 0 else 0.0
 
 
 def _held_now(scenario: Scenario, alive: frozenset[int]) -> dict[str, Nodes]:
