@@ -95,12 +95,12 @@ def nominal(
     Args:
         home: for each block the worker that computes it; −1 (or one that rests) leaves an orphan.
         ranks: the members, in rank order.
-        resting: members that compute nothing in this step.
+        resting: members that compute nothing in this step, unless all of them rest.
     """
     if step >= shape.until:
         return {}, ()
     present = shape.present(step)
-    working = [worker for worker in ranks if worker not in set(resting)]
+    working = [worker for worker in ranks if worker not in set(resting)] or list(ranks)
     shares: dict[WorkerId, list[int]] = {worker: [] for worker in working}
     orphans: list[int] = []
     for block in range(shape.blocks):

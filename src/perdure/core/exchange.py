@@ -14,9 +14,18 @@ from perdure.schema.ids import WorkerId
 from perdure.schema.plan import Leaf, Source, Span
 
 
+SHARD_UNIT = 64
+
+
 def shard(size: int, rank: int, members: int) -> tuple[int, int]:
-    """Elements [lo, hi) of a bucket of `size` elements that the member of this rank folds."""
-    return size * rank // members, size * (rank + 1) // members
+    """Elements [lo, hi) of a bucket of `size` elements that the member of this rank folds.
+
+    Shards begin at multiples of 64 elements, so that two owners share no cache line; small buckets do not
+    afford that.
+    """
+    unit = SHARD_UNIT if size >= SHARD_UNIT * members else 1
+    units = -(-size // unit)
+    return min(units * rank // members * unit, size), min(units * (rank + 1) // members * unit, size)
 
 
 def merge(spans: Iterable[Span]) -> tuple[Span, ...]:

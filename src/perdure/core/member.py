@@ -16,6 +16,7 @@ Every method returns actions for the runtime (or the simulator) to carry out; no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,6 +33,7 @@ from perdure.schema.plan import (
     Entry,
     Header,
     Hold,
+    Ledger,
     PeerMessage,
     Plan,
     Position,
@@ -171,16 +173,17 @@ class Member:
         self.left = False
         self.ended = False
         self.void_next = False
+        self.unfit = False
         self.records: dict[int, Record] = {}
         self._confirmed = -1
         self._pending: Plan | None = None
+        self._offers: dict[Generation, Plan] = {}
         self._switch: Plan | None = None
         self._announced: Plan | None = None
         self._switched_at: int | None = None
         self._final = False
-        self._early: list[Header | Hold] = []
+        self._early: list[Header | Hold | Ledger] = []
         self._dropped_below = NONE
-        self._agreed: dict[int, str] = {}
 
     # ── the coordinator speaks ──────────────────────────────────────────────────────────────────────
 
@@ -190,7 +193,7 @@ class Member:
         if generation <= self.sealed:
             return []
         self.sealed = generation
-        self.prepared = None
+        self.prepared, self._offers = None, {}
         return [
             Interrupt(generation),
             FormGroup(generation, message.members),
@@ -198,7 +201,12 @@ class Member:
         ]
 
     def open(self, plan: Plan) -> list[Action]:
-        """Act on a plan, if it is that of the highest sealed number (P11); after a running commit."""
+        """Act on a plan, if it is that of the highest sealed number (P11); after a running commit.
+
+        A planned generation's, its base known by now, tells a joiner what its peers tell it too.
+        """
+        if plan.generation in self._offers:
+            return self._join(plan.generation, plan.base)
         if plan.generation != self.sealed or (self.plan and plan.generation <= self.plan.generation):
             return []
         if self.committing:
@@ -215,6 +223,8 @@ class Member:
         if self.prepared and plan.generation <= self.prepared.generation:
             return []
         self.prepared = plan
+        if newcomer:
+            self._offers[plan.generation] = plan
         if plan.stop or self.worker not in plan.ranks:
             self.formed.add(plan.generation)
             return []
@@ -235,37 +245,40 @@ class Member:
     def heard(self, body: PeerMessage) -> list[Action]:
         """A header, a hold or a switch from a peer; what is early is kept, what is old is dropped."""
         if isinstance(body, Switched):
-            return self._heard_switch(body)
+            return self._join(body.generation, body.base)
         generation = self.plan.generation if self.plan else NONE
         if (body.generation, body.step) > (generation, self.committed + 1):
             self._early.append(body)
             return []
         if (body.generation, body.step) != (generation, self.committed + 1) or self.committing:
             return []
+        if isinstance(body, Hold):
+            self.round.holds.add(body.worker)
+            return self._progress()
+        self.work.ledger.update((entry.micro_batch, entry) for entry in body.entries)
         if isinstance(body, Header):
             self.round.headers[body.worker] = body
-            self.work.ledger.update((entry.micro_batch, entry) for entry in body.entries)
-        else:
-            self.round.holds.add(body.worker)
         return self._progress()
 
-    def _heard_switch(self, body: Switched) -> list[Action]:
-        plan = self.prepared
-        if plan is None or plan.generation != body.generation or self.worker not in plan.ranks:
+    def _join(self, generation: Generation, base: int) -> list[Action]:
+        """The old members have switched after `base`: a joiner follows; they do so at their own commit."""
+        plan = self._offers.get(generation)
+        if plan is None or self.worker not in plan.ranks:
             return []
-        if self.plan is not None and self.worker in self.plan.ranks:
-            return []  # an old member switches at its own commit
-        self.prepared = None
-        return self._adopt(plan, body.base)
+        return self._adopt(plan, base)
 
     def leaf_arrived(self, bucket: int, first: int, worker: WorkerId) -> bool:
         """A leaf's piece of my shard is here; true when the shard can be folded."""
         exchange = self.round.exchange
-        return exchange is not None and exchange.leaf(bucket, first, worker)
+        return exchange is not None and not self._superseded() and exchange.leaf(bucket, first, worker)
 
     def span_finished(self, span: Span) -> list[Action]:
-        """A span of the finished gradient is here, folded or received."""
-        if self.round.exchange is None:
+        """A span of the finished gradient is here, folded or received.
+
+        After a seal nothing more is taken note of: the leaves it was folded from may change, now that
+        the position is reported (P1).
+        """
+        if self.round.exchange is None or self._superseded():
             return []
         self.round.exchange.span(span)
         self.work.reduced = merge((*self.work.reduced, span))
@@ -275,10 +288,6 @@ class Member:
         """All of this member's own sends of the round are in the kernel's hands (P2)."""
         self.round.sends_complete = True
         return self._progress()
-
-    def learned(self, entries: tuple[Entry, ...]) -> None:
-        """Losses and weights that came along with a leaf."""
-        self.work.ledger.update((entry.micro_batch, entry) for entry in entries)
 
     # ── the main thread asks and tells ──────────────────────────────────────────────────────────────
 
@@ -348,7 +357,9 @@ class Member:
             digest=digest,
             entries=tuple(entry for _, entry in sorted(entries.items())),
             ready=self._announced.generation if self._announced else NONE,
+            fine=not self.unfit,
         )
+        self.unfit = False
         self.round.headers[self.worker] = mine
         return [Broadcast(plan.generation, mine), *self._progress()]
 
@@ -367,7 +378,7 @@ class Member:
         assert self.committing, "only a commit that was entered can end"
         self.committed += 1
         self.records[self.committed] = record
-        self.committing = self.must_commit = False
+        self.committing = self.must_commit = self._final = False
         self.work, self.round = Work(), Round()
         switch, self._switch, self._announced = self._switch, None, None
         pending, self._pending = self._pending, None
@@ -384,11 +395,21 @@ class Member:
             return [Wake()]
         return self._begin()
 
-    def healed(self, digest: str) -> list[Action]:
-        """The state at the plan's base is complete and verified."""
+    def healed(self, digest: str, records: Sequence[Record] = ()) -> list[Action]:
+        """The state at the plan's base is complete and verified.
+
+        `records` are the donor's, not yet acknowledged: whoever has the state has the lines too (P18). If
+        sealed meanwhile, the position is out and claims nothing (P4).
+        """
         self.healing = False
         self.digest = digest
-        return [Wake(), *self._progress()]
+        for record in records:
+            self.records.setdefault(record.step, record)
+        self._confirmed = max(self._confirmed, self.committed - 1)
+        if self._superseded():
+            self.work.queue = []
+            return [Wake()]
+        return [Wake(), *self._resend_records(), *self._progress()]
 
     def finished(self, digest: str) -> list[Action]:
         """The loop ended here; the state's digest is known (P17)."""
@@ -402,6 +423,9 @@ class Member:
         """What this worker has, as it is reported after a seal (P4)."""
         present = self.shape.present(self.committed + 1)
         work = Work() if self.committing else self.work
+        # P6: a switch that the headers agreed on applies, although this commit has not ended yet.
+        switch = self._switch
+        leaves = switch is not None and not switch.stop and self.worker not in switch.ranks
         return Position(
             worker=self.worker,
             generation=self.plan.generation if self.plan else NONE,
@@ -414,8 +438,8 @@ class Member:
             reduced=work.reduced,
             ledger_complete=len(work.ledger) >= present,
             healing=self.healing,
-            left=self.left,
-            done=self.ended,
+            left=self.left or leaves,
+            done=self.ended or (switch is not None and switch.stop),
             digest=self.digest,
         )
 
@@ -424,8 +448,10 @@ class Member:
         switched = plan.base == SWITCH
         self.plan = plan
         self.prepared = self._announced = None
+        self._offers = {}
         self.round = Round()
-        self.must_commit = self.left = False
+        self.must_commit = self.left = self.ended = False
+        self.formed = {generation for generation in self.formed if generation >= plan.generation}
         self._switched_at = base if switched else None
         actions: list[Action] = [Tell(msg.Adopted(plan.generation, base)), Wake()]
         if self.worker not in plan.ranks and not plan.stop:
@@ -441,7 +467,7 @@ class Member:
             self.work = Work()
         elif self.committed == base - 1:
             self.must_commit = True
-            return actions
+            return actions + self._resend_records()
         elif self.committed != base:
             raise ProtocolError(
                 f"P2: worker {self.worker} has step {self.committed}, the plan builds on {base}"
@@ -474,6 +500,9 @@ class Member:
             gather = ()
         have = {m for run in self.work.held for m in range(run.first, run.stop)} | {self.work.in_hand}
         self.work.queue = [m for m in shares.get(self.worker, ()) if m not in have]
+        if not gather:
+            # Folding begins anew in the memory of the finished spans.
+            self.work.reduced = ()
         exchange = Exchange(self.worker, plan.ranks, leaves, gather, self.shape.buckets)
         for span in self.work.reduced if gather else ():
             exchange.span(span)
@@ -487,8 +516,8 @@ class Member:
     def _progress(self) -> list[Action]:
         """See whether the round came further: headers complete, whole, everybody holds."""
         plan, now = self.plan, self.round
-        if plan is None or now.exchange is None or now.refused:
-            return []
+        if plan is None or now.exchange is None or now.refused or self._superseded():
+            return []  # after a seal nothing is promised any more: the position is out
         actions: list[Action] = []
         if set(now.headers) >= set(plan.ranks) and not now.whole:
             actions += self._all_headers(plan, now)
@@ -515,7 +544,8 @@ class Member:
             return [*actions, Tell(msg.Refusal(plan.generation, self.committed + 1, digests, unfit))]
         if self._confirmed < self.committed:
             self._confirmed = self.committed
-            self._agreed[self.committed] = self.digest
+            if self.committed in self.records:
+                self.records[self.committed] = with_digest(self.records[self.committed], self.digest)
             actions += self._publish(self.committed)
         return actions
 
@@ -524,7 +554,7 @@ class Member:
         record = self.records.get(step)
         if record is None or self.plan is None or self.plan.ranks[0] != self.worker:
             return []
-        return [Tell(msg.Published(with_digest(record, self._agreed.get(step, ""))))]
+        return [Tell(msg.Published(record))]
 
     def _resend_records(self) -> list[Action]:
         """A new lowest member repeats what may have died with the old one."""
@@ -541,11 +571,12 @@ class Member:
         record = self.records.get(self.committed)
         last = with_digest(record, self.digest) if record else None
         earlier = [
-            Tell(msg.Published(with_digest(self.records[step], self._agreed.get(step, ""))))
-            for step in sorted(self.records)
-            if step < self.committed
+            Tell(msg.Published(self.records[step])) for step in sorted(self.records) if step < self.committed
         ]
         return [*earlier, Tell(msg.Finished(self.committed, self.digest, last))]
+
+    def _superseded(self) -> bool:
+        return self.plan is not None and self.sealed > self.plan.generation
 
     def _may_commit(self) -> bool:
         plan, now = self.plan, self.round

@@ -8,9 +8,11 @@ Unplanned (a member is lost):
    A further loss meanwhile is simply the next number.
 
 Planned (a joiner is ready, a worker leaves, the job is stopped):
-1. `Prepare` names the generation it follows; it is sent once that one is adopted by all (P6).
-2. Members form its group while they train; the headers agree on the boundary; `adopted` tells.
-3. Leavers stay donors until every member of the new generation has switched (P16).
+1. `Prepare` names the generation it follows; it is sent once that one is adopted by all (P6). A later one
+   may be sent before the switch; the headers agree on at most one of those on offer.
+2. Members form its group while they train; the headers agree on the boundary; `adopted` tells. The first
+   to tell names the boundary: joiners hear it from here too, in case no peer is left to tell them.
+3. Leavers stay donors until every member of the new generation has switched and has its state (P16).
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ class Peer:
     position: Position
     leaving: bool = False
     healed: bool = True
+    released: bool = False
 
 
 @dataclass
@@ -98,15 +101,25 @@ class Membership:
         self.shape: Shape | None = None
         self.current: Plan | None = None
         self.opening: Opening | None = None
-        self.prepared: Plan | None = None
         self.adopted_by: set[WorkerId] = set()
-        self.switched_by: set[WorkerId] = set()
         self.progress = -1
+        self._offers: dict[Generation, Plan] = {}
+        self._switched_by: dict[Generation, set[WorkerId]] = {}
         self._last = Generation(incarnation, 0)
         self._lost: list[WorkerId] = []
         self._void: list[WorkerId] = []
 
     # ── what is ─────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def prepared(self) -> Plan | None:
+        """The newest planned generation that the members may switch to."""
+        return self._offers[max(self._offers)] if self._offers else None
+
+    def concerns(self, generation: Generation) -> bool:
+        """Whether a connection that failed in this generation may keep the job from going on."""
+        current = self.current is not None and generation == self.current.generation
+        return self.opening is None and (current or generation in self._offers)
 
     @property
     def members(self) -> tuple[WorkerId, ...]:
@@ -130,9 +143,12 @@ class Membership:
         )
 
     def _bound(self) -> dict[WorkerId, Address]:
-        """Everyone who belongs to a generation that may still matter, in rank order."""
-        plans = [plan for plan in (self.current, self.prepared) if plan is not None]
+        """Everyone who belongs to a generation that may still matter, in rank order, then their donors."""
+        plans = [plan for plan in (self.current, *self._offers.values()) if plan is not None]
         bound = {m.worker: m for plan in plans for m in plan.members}
+        if self.current is not None and not self.settled:
+            for donor in self.current.donors:
+                bound.setdefault(donor.worker, donor)
         if self.opening is not None:
             bound.update((m.worker, m) for m in self.opening.members)
         return bound
@@ -166,13 +182,13 @@ class Membership:
             self._void.append(worker)
         survivors = tuple(address for w, address in bound.items() if w in self.peers)
         if not survivors:
-            self.current = self.prepared = None
-            self.opening = None
+            self.end()
             return []
         return self._open(survivors)
 
-    def again(self) -> list[Action]:
-        """Retry in place: the same members in a new generation (P11)."""
+    def again(self, void: Iterable[WorkerId] = ()) -> list[Action]:
+        """Retry in place: the same members in a new generation (P11), without the leaves of `void` (P7)."""
+        self._void.extend(void)
         return self._open(tuple(address for w, address in self._bound().items() if w in self.peers))
 
     def report(self, worker: WorkerId, generation: Generation, position: Position) -> list[Action]:
@@ -181,6 +197,7 @@ class Membership:
         if opening is None or generation != opening.generation or worker not in self.peers:
             return []
         opening.positions[worker] = position
+        self.peers[worker].leaving |= position.left
         if any(m.worker not in opening.positions for m in opening.members):
             return []
         return self._plan(opening)
@@ -188,22 +205,29 @@ class Membership:
     def adopted(self, worker: WorkerId, generation: Generation, base: int) -> list[Action]:
         """A worker works in a generation; for a prepared one that means the switch happened."""
         actions: list[Action] = []
-        if self.prepared is not None and generation == self.prepared.generation:
-            self.switched_by.add(worker)
-            if self.switched_by >= {w for w in self.prepared.ranks if w in self.peers}:
-                actions += self._switched(self.prepared, base)
+        offer = self._offers.get(generation)
+        if offer is not None:
+            switched = self._switched_by.setdefault(generation, set())
+            if not switched:
+                known = msgspec.structs.replace(offer, base=base)
+                actions += [Tell(w, msg.Open(known)) for w in offer.joiners if w in self.peers]
+            switched.add(worker)
+            if switched >= {w for w in offer.ranks if w in self.peers}:
+                actions += self._switched(offer, base)
         elif self.current is not None and generation == self.current.generation:
             news = worker not in self.adopted_by
             self.adopted_by.add(worker)
             if news and self.adopted_by >= set(self.members):
+                self._void = []
                 actions.append(Computing(self.current, base))
-                actions += self._release_leavers(self.current)
+                actions += self._release_leavers()
         return actions
 
-    def healed(self, worker: WorkerId) -> None:
+    def healed(self, worker: WorkerId) -> list[Action]:
         """A joiner has its state."""
         if worker in self.peers:
             self.peers[worker].healed = True
+        return self._release_leavers()
 
     def leaving(self, worker: WorkerId) -> bool:
         """A worker asks to leave; true if it belongs to a generation and must hand over first."""
@@ -216,7 +240,8 @@ class Membership:
         current = self.current
         if current is None or not self.settled or self.shape is None:
             return []
-        if self.prepared is not None and (self.prepared.ranks, self.prepared.stop) == (tuple(members), stop):
+        offered = self.prepared
+        if offered is not None and (offered.ranks, offered.stop) == (tuple(members), stop):
             return []
         if not stop and tuple(members) == current.ranks:
             return []
@@ -232,11 +257,21 @@ class Membership:
             follows=current.generation,
             stop=stop,
         )
-        self.prepared, self.switched_by = plan, set()
+        self._offers[plan.generation] = plan
         for worker in joiners:
             self.peers[worker].healed = False
         told = dict.fromkeys([*current.ranks, *members])
         return [Tell(w, msg.Prepare(plan)) for w in told if w in self.peers]
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker ended after the job did: nothing follows from it."""
+        self.peers.pop(worker, None)
+
+    def end(self) -> None:
+        """The job's generations are over, and no state is left; a later start begins anew."""
+        self.current = self.opening = None
+        self._offers, self._switched_by, self._void = {}, {}, []
+        self.progress = -1
 
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -254,9 +289,9 @@ class Membership:
         """All positions are here: one plan for this number, ever."""
         assert self.shape is not None
         positions = opening.positions.values()
-        if self.progress >= 0 and not any(resume.synced(position) for position in positions):
+        if not any(resume.synced(position) for position in positions) and not self._untouched(opening):
             # P10, G5: what is left are joiners without state; they must not start the job anew.
-            self.current = self.opening = self.prepared = None
+            self.end()
             return [Stale(p.worker, "no survivor holds the state of the job") for p in positions]
         try:
             outcome = resume.resume(
@@ -274,32 +309,48 @@ class Membership:
         if any(position.done for position in positions) and plan.step < self.shape.until:
             plan = msgspec.structs.replace(plan, stop=True)
         first = self.current is None
-        self.current, self.opening, self.prepared = plan, None, None
+        self.current, self.opening = plan, None
+        self._offers, self._switched_by = {}, {}
         self.adopted_by = set()
         for worker in plan.ranks:
             self.peers[worker].healed = worker not in plan.joiners
         opened = Opened(plan, tuple(self._lost), len(outcome.dealt), "start" if first else outcome.reason)
-        self._lost, self._void = [], []
+        self._lost = []
         return [opened, *(Tell(m.worker, msg.Open(plan)) for m in opening.members)]
+
+    def _untouched(self, opening: Opening) -> bool:
+        """Whether no step can have been committed, so that the job may begin with anybody's own state (E10).
+
+        A member of the current generation that never had the job's state has sent no header in it.
+        """
+        if self.progress >= 0 or self.current is None:
+            return self.progress < 0
+        return self.current.base < 0 and any(w in self.current.ranks for w in opening.positions)
 
     def _switched(self, plan: Plan, base: int) -> list[Action]:
         """Every member of the prepared generation works in it."""
-        self.current, self.prepared = plan, None
-        self.adopted_by = set(self.switched_by)
+        self.current = plan
+        self.adopted_by = self._switched_by[plan.generation]
+        self._offers, self._switched_by = {}, {}
         self.progress = max(self.progress, base)
-        for worker in plan.joiners:
-            if worker in self.peers:
-                self.peers[worker].healed = False
         actions: list[Action] = [
             Opened(plan, (), 0, "stop" if plan.stop else "switch"),
             Computing(plan, base),
         ]
-        return actions + self._release_leavers(plan)
+        return actions + self._release_leavers()
 
-    def _release_leavers(self, plan: Plan) -> list[Action]:
-        """P16: those who left may go, now that all members have switched."""
-        gone = [w for w, peer in self.peers.items() if peer.leaving and w not in plan.ranks]
-        return [Left(w) for w in gone] if not plan.stop else []
+    def _release_leavers(self) -> list[Action]:
+        """P16: those who left may go, now that all members have switched and have their state."""
+        if not self.settled or self.current is None or self.current.stop:
+            return []
+        gone = [
+            w
+            for w, peer in self.peers.items()
+            if peer.leaving and not peer.released and w not in self._bound()
+        ]
+        for worker in gone:
+            self.peers[worker].released = True
+        return [Left(w) for w in gone]
 
 
 def _hindmost(opening: Opening) -> list[WorkerId]:
