@@ -386,7 +386,7 @@ def test_a_killed_loader_process_is_an_error_at_once_and_the_next_get_works(
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"loader process \d+ died"):
             loader.get(0, 0)
-        assert time.monotonic() - began < 4.0, "found by torch's poll only"
+        assert time.monotonic() - began < 2.0
         killer.join()
         released.touch()
         for key in ALL[:8]:
@@ -402,6 +402,33 @@ def test_a_loader_process_killed_between_two_gets_does_not_disturb_other_code() 
         with pytest.raises(RuntimeError, match=r"loader process \d+ died"):
             loader.get(0, 0)
         assert loader.get(0, 0).shape == (2,)
+
+
+# The standard library leaves a socket to the collector when the peer dies in the middle of a handshake.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_kills_at_random_moments_are_told_as_deaths_and_leave_nothing() -> None:
+    """Long answers, so that some are cut in the middle, and tensors, so that shared memory is in use."""
+    chance = random.Random(3)
+    dataset = [("x" * 20_000, torch.ones(50) * index) for index in range(200)]
+    with Loader(make(dataset, 2)) as loader:
+        for _ in range(20):
+            loader.forget(0)
+            loader.schedule(0, range(4), nominal(1, [0, 1, 2, 3]))
+            loader.get(0, 0)
+            pids = loader.pids
+            killer = threading.Timer(chance.uniform(0, 0.02), os.kill, (chance.choice(pids), signal.SIGKILL))
+            killer.start()
+            asked = time.monotonic()
+            try:
+                for step, micro_batch in nominal(0, [0, 1, 2, 3]):
+                    loader.get(step, micro_batch)
+                    asked = time.monotonic()
+                    loader.forget(step)
+            except RuntimeError as error:
+                assert "died (exit code -9" in str(error)  # noqa: PT017 - how far it came is not known
+            assert time.monotonic() - asked < 2.0
+            killer.join()
+            assert not [name for pid in pids for name in Path("/dev/shm").glob(f"torch_{pid}_*")]
 
 
 def test_closing_does_not_wait_for_a_slow_transform(tmp_path: Path) -> None:

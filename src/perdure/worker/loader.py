@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.queues
 import multiprocessing.util
 import os
@@ -30,6 +31,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -46,6 +48,8 @@ from perdure.worker.parent import die_with_parent
 from perdure.worker.rng import one_thread, seed_collate, seed_sample
 
 _PREFETCH_FACTOR = 2  # requests in flight per loader process; torch's own default
+_LOOK_S = 0.25  # between two looks at the loader processes, while one batch is waited for
+_DEATH_SEEN_S = 1.0  # from a broken connection to the death that broke it
 _CLOSE_GRACE_S = 1.0  # for loader processes that are busy when the loader is closed
 
 
@@ -143,7 +147,7 @@ class Loader:
         try:
             with _deaths_interrupt(processes):
                 while True:
-                    answer = next(self._iterator)
+                    answer = self._next_answer()
                     if answer is None:
                         continue
                     key, result = Key(*answer[0]), answer[1]  # pinning turns tuples into lists
@@ -151,12 +155,25 @@ class Loader:
                     if key == wanted:
                         return result
                     self._requests.keep(key, result)
-        except BaseException:
-            try:
-                _check_alive(processes)  # torch says less about a death
+        except Exception:
+            try:  # torch says less about a death, or speaks of a connection that was lost with it
+                _await_death(processes)
+                _check_alive(processes)
             finally:
-                self._stop()  # what is in flight can no longer be told: a later get starts afresh
+                self._stop()
             raise
+        except BaseException:
+            self._stop()  # what is in flight can no longer be told: a later get starts afresh
+            raise
+
+    def _next_answer(self) -> Any:
+        while True:
+            try:
+                return next(self._iterator)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+                _check_alive(self._iterator._workers)  # torch is as it was: ask again
 
     def _request(self, key: Key) -> Request | None:
         epoch, ids = self._batches.sample_ids(key.step, key.micro_batch)
@@ -171,6 +188,7 @@ class Loader:
             collate_fn=_as_it_is,
             pin_memory=self._pin,
             prefetch_factor=_PREFETCH_FACTOR,
+            timeout=_LOOK_S,
             worker_init_fn=functools.partial(_enter_loader_process, os.getpid()),
             # Only fork runs scripts without a main guard, and data sets that cannot be pickled.
             multiprocessing_context="fork",
@@ -253,6 +271,7 @@ def _end_iterator(iterator: Any) -> None:
         finally:
             impatience.cancel()
             impatience.join()
+        _remove_shared_memory(processes)
         return
     iterator._shutdown = True  # its __del__ has nothing left to do
     _kill_all(processes)
@@ -263,6 +282,17 @@ def _end_iterator(iterator: Any) -> None:
     for queue in (*iterator._index_queues, iterator._worker_result_queue):
         queue.cancel_join_thread()
         queue.close()
+    _remove_shared_memory(processes)
+
+
+def _remove_shared_memory(processes: list[Any]) -> None:
+    """Remove what a process that was killed just then had created and not yet unlinked.
+
+    Torch unlinks a segment as soon as it is mapped, so a name that is left belongs to nobody.
+    """
+    for process in processes:
+        for path in Path("/dev/shm").glob(f"torch_{process.pid}_*"):
+            path.unlink(missing_ok=True)
 
 
 def _kill_all(processes: list[Any]) -> None:
@@ -293,7 +323,9 @@ def _end_unsendable(error: Exception, _answer: object) -> None:
 def _deaths_interrupt(processes: list[Any]) -> Iterator[None]:
     """Meanwhile the death of one of these processes raises here at once, also if it died before.
 
-    In other threads than the main one signals do not arrive; torch's own check, every 5 s, finds it.
+    A signal that comes just before a wait does not end the wait, and other threads than the main one
+    get none: the loader also looks every `_LOOK_S`. But only a signal ends the reading of an answer that
+    was cut in the middle.
     """
     _check_alive(processes)
     previous = signal.getsignal(signal.SIGCHLD)
@@ -312,6 +344,17 @@ def _deaths_interrupt(processes: list[Any]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, previous)
+
+
+def _await_death(processes: list[Any]) -> None:
+    """After a failure: wait until a death that may have caused it can be seen.
+
+    A dying process closes its connections, then its sentinel, and can be waited for a moment later.
+    """
+    ended = multiprocessing.connection.wait([process.sentinel for process in processes], _DEATH_SEEN_S)
+    for process in processes:
+        if process.sentinel in ended:
+            process.join(_DEATH_SEEN_S)
 
 
 def _check_alive(processes: list[Any]) -> None:
