@@ -417,6 +417,12 @@ class Member:
         self._final = True
         return self._say_finished()
 
+    def stop_here(self) -> list[Action]:
+        """The script left the loop by itself after the last committed step, as it does on all workers."""
+        self.ended = True
+        self.work, self.round = Work(), Round()
+        return [Wake()]
+
     # ── what follows from it ────────────────────────────────────────────────────────────────────────
 
     def position(self) -> Position:

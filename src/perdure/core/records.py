@@ -52,3 +52,12 @@ class Records:
             self.digests[self.last] = ready.digest
             out.append(Write(ready))
         return out
+
+    def resumed(self, step: int) -> None:
+        """Training goes on after `step`, whose lines up to it are known or lost for good.
+
+        A file that ends earlier than the restored state goes on after a gap; a longer one keeps its
+        lines (the first line stays), and the steps that come again are compared with them.
+        """
+        self.last = max(self.last, step)
+        self._waiting = {s: record for s, record in self._waiting.items() if s > self.last}

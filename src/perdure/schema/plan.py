@@ -164,12 +164,17 @@ SWITCH = -2
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One micro-batch in the ledger of a step: Σ weight·loss, Σ weight, and whether all was finite."""
+    """One micro-batch in the ledger of a step: Σ weight·loss, Σ weight, and whether all was finite.
+
+    With sample logging also who computed it, of which samples.
+    """
 
     micro_batch: int
     weighted_loss: float
     weight: float
     finite: bool = True
+    worker: WorkerId = -1
+    ids: tuple[int, ...] = ()
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -205,11 +210,23 @@ class Switched(msgspec.Struct, frozen=True, tag=True):
     worker: WorkerId
 
 
-PeerMessage = Header | Hold | Switched
+class Ledger(msgspec.Struct, frozen=True, tag=True):
+    """Losses and weights of the leaves that a member provides, so that shards can be divided early."""
+
+    generation: Generation
+    step: int
+    worker: WorkerId
+    entries: tuple[Entry, ...]
+
+
+PeerMessage = Header | Hold | Switched | Ledger
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The line of metrics.jsonl for one committed step; `logged` are the script's own values."""
+    """The line of metrics.jsonl for one committed step; `logged` are the script's own values.
+
+    `samples` are (micro-batch, worker, sample ids) for samples.jsonl.
+    """
 
     step: int
     loss: float
@@ -217,4 +234,4 @@ class Record(msgspec.Struct, frozen=True):
     time: float
     workers: int
     logged: dict[str, float | int | str | bool | None] = {}
-    samples: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    samples: tuple[tuple[int, WorkerId, tuple[int, ...]], ...] = ()

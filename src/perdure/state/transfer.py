@@ -17,8 +17,9 @@ cost more than the bytes).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -27,7 +28,7 @@ import torch
 from perdure.schema.errors import ProtocolError, RestoreError
 from perdure.state.capture import ProtectedState, digest_of
 from perdure.state.layout import Description, TensorSpec, decode_description, encode_description
-from perdure.state.memory import Region, view_of, wait_for
+from perdure.state.memory import Region, flat_bytes, view_of, wait_for
 
 CHUNK_BYTES: Final = 1 << 20
 """Default size of a chunk: large enough for the socket, small enough to share the work evenly."""
@@ -93,17 +94,34 @@ class Donor:
     piece on a stream of its own, so that the donor's computing is not waited for.
     """
 
-    def __init__(self, state: ProtectedState, session: Session, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        state: ProtectedState,
+        session: Session,
+        chunk_bytes: int = CHUNK_BYTES,
+        committed: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """
+        Args:
+            committed: address of a volatile tensor → its committed value, for those whose live value may have
+                moved on since.
+        """
         described, regions = state.capture()
         self.session = session
+        self._described = described
         self.description = encode_description(described)
         self.total_bytes = described.total_bytes
         self._chunks = chunks(described.tensors, chunk_bytes)
-        self._bytes = [_given(region) for region in regions]
+        self._bytes = [_given(region, committed) for region in regions]
         self._views = [view_of(flat) if flat.device.type == "cpu" else None for flat in self._bytes]
         self._streams = {
             flat.device: _side_stream(flat.device) for flat in self._bytes if flat.device.type == "cuda"
         }
+
+    def digest(self) -> str:
+        """The digest of the state that is given."""
+        given = zip(self._described.tensors, self._bytes, strict=True)
+        return digest_of(self._described, {spec.name: flat.cpu() for spec, flat in given})
 
     def __len__(self) -> int:
         """The number of chunks."""
@@ -136,8 +154,10 @@ class Donor:
         return view_of(host)
 
 
-def _given(region: Region) -> torch.Tensor:
+def _given(region: Region, committed: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The flat bytes that a donor gives for a region."""
+    if region.volatile and region.pointer in committed:
+        return flat_bytes(committed[region.pointer]).cpu().clone()
     flat = region.bytes_now()
     return flat.cpu().clone() if region.volatile else flat
 

@@ -69,6 +69,9 @@ class Context:
                 self._lock.release()
 
 
+ENDING = False
+"""True once an exception has left the user's script: a generator that is closed now was not left by `break`."""
+
 CONTEXT: Context | None = None
 """None when the script runs alone, and in processes that the worker forks."""
 
@@ -76,7 +79,7 @@ CONTEXT: Context | None = None
 def run(fork: Fork, control: socket.socket, page_fd: int) -> None:
     """Run `fork.script` as `__main__`. Call it last and at the bottom of the stack: it returns, or raises
     SystemExit or KeyboardInterrupt, to the interpreter, which then ends as it does after any script."""
-    global CONTEXT
+    global CONTEXT, ENDING
     CONTEXT = context = Context(
         fork.worker, fork.node, fork.host, control, ProgressPage(page_fd), fork.data_key
     )
@@ -87,6 +90,7 @@ def run(fork: Fork, control: socket.socket, page_fd: int) -> None:
         _run_script(fork.script)
         return
     except SystemExit as error:
+        ENDING = True
         code = _exit_code(error)
         if code != 0:
             context.last_words(_crash(error, code))

@@ -54,8 +54,8 @@ class Scratch:
 class Fold:
     """Sums one span. `blocks` names, in canonical order, the terms of each block by their first micro-batch.
 
-    A term is given either as the Portion of a leaf held here (`contribute`), or received: `place` says
-    where its bytes go and `received` that they are there. Terms may come in any order. Not thread-safe.
+    A term is either the Portion of a leaf held here (`contribute`), or received: `place` says where its
+    bytes go and `received` that they are there. Terms may come in any order. Not thread-safe.
     Raises ProtocolError on a term that is not wanted, or comes twice.
     """
 
@@ -116,6 +116,14 @@ class Fold:
         term = self._placed.pop(first)
         node, index = self._slot(first)
         node.give(index, term)
+
+    def accept(self, first: int, presence: int, flat: Tensor) -> None:
+        """Add a term that was received before this fold existed, by a peer that is a step ahead (P12).
+
+        `flat` has the elements that `presence` says, was taken from the scratch memory, and goes back there.
+        """
+        node, index = self._slot(first)
+        node.give(index, _Term(presence & self._frame.full, flat=flat, own=flat))
 
     def _slot(self, first: int) -> tuple[_Node, int]:
         slot = self._slots.pop(first, None)

@@ -11,6 +11,8 @@ is sent from where it lies and a result is used where it lands.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -215,21 +217,22 @@ class Results:
         return self._bytes[cut.flat][(cut.base + lo) * item : (cut.base + hi) * item]
 
     def mark(self, bucket: int, lo: int, hi: int, presence: int) -> None:
-        """[lo, hi) is finished; `presence` says which of its members have a gradient at all."""
+        """[lo, hi) is finished; `presence` says which of its members have a gradient at all.
+
+        What is finished already may come again: a finished element has one value, whoever folded it.
+        """
         if lo == hi:
             return
-        spans = sorted([*self._spans[bucket], (lo, hi)])
-        merged = [spans[0]]
-        for start, stop in spans[1:]:
-            if start < merged[-1][1]:
-                raise ProtocolError(f"elements {start}… of bucket {bucket} were reduced twice")
-            if start == merged[-1][1]:
-                merged[-1] = (merged[-1][0], stop)
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted([*self._spans[bucket], (lo, hi)]):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
             else:
                 merged.append((start, stop))
+        before = sum(stop - start for start, stop in self._spans[bucket])
         self._spans[bucket] = merged
         self._presence[bucket] |= presence & self._buckets.full(bucket, lo, hi)
-        self._missing -= hi - lo
+        self._missing -= sum(stop - start for start, stop in merged) - before
 
     def spans(self) -> tuple[Span, ...]:
         """What is finished, adjacent spans joined."""
@@ -317,7 +320,13 @@ def bytes_of(flat: Tensor) -> memoryview:
 
 
 def _host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+    if device.type == "cuda" or not size:
+        return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+    # Peers read results out of this memory, and that costs by the page: ask for huge ones.
+    memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _to_host(flats: list[Tensor | None], cut: Bucket) -> list[Tensor | None]:

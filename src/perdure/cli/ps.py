@@ -1,0 +1,77 @@
+"""`perdure ps`: the workers of a running job, asked of its coordinator."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from perdure.cli.run import ACCESS, Access
+from perdure.schema.errors import UsageError, WireError
+from perdure.schema.messages import PsReply, PsRequest, PsRow
+from perdure.schema.wire import NONCE_BYTES, FrameReader, Handshake, Role, encode
+
+ANSWER_S = 5.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `perdure ps`."""
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="the directory of a run that is going on"
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one row a worker. Raises UsageError when no run is going on there."""
+    rows = ask(args.run_dir)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+        return 0
+    table = Table("id", "node", "pid", "state", "generation", "step", "phase", "micro-batch", box=None)
+    for row in rows:
+        table.add_row(*(str(value) for value in msgspec.structs.astuple(row)))
+    Console().print(table)
+    return 0
+
+
+def ask(run_dir: Path) -> tuple[PsRow, ...]:
+    """The rows of a running job. Raises UsageError."""
+    if not run_dir.is_dir():
+        raise UsageError(f"ps: {run_dir} is not a directory; give the RUN_DIR of a `perdure run`")
+    try:
+        access = msgspec.json.decode((run_dir / ACCESS).read_bytes(), type=Access)
+        with socket.create_connection((access.host, access.port), ANSWER_S) as sock:
+            return _rows(sock, bytes.fromhex(access.secret))
+    except FileNotFoundError:
+        raise UsageError(
+            f"ps: no run is going on in {run_dir}; start it with `perdure run --run-dir {run_dir} …`"
+        ) from None
+    except (OSError, WireError, msgspec.DecodeError) as error:
+        raise UsageError(
+            f"ps: the run in {run_dir} does not answer ({error}); is its launcher still there?"
+        ) from error
+
+
+def _rows(sock: socket.socket, secret: bytes) -> tuple[PsRow, ...]:
+    handshake = Handshake(secret, Role.OBSERVER, os.urandom(NONCE_BYTES), {Role.COORDINATOR}, initiator=True)
+    sock.sendall(handshake.opening())
+    while not handshake.done:
+        data = sock.recv(65536)
+        if not data:
+            raise WireError("it closed the connection")
+        sock.sendall(handshake.feed(data))
+    sock.sendall(encode(PsRequest()))
+    reader: FrameReader[PsReply] = FrameReader(PsReply)
+    replies = reader.feed(handshake.rest)
+    while not replies:
+        data = sock.recv(65536)
+        if not data:
+            raise WireError("it closed the connection")
+        replies = reader.feed(data)
+    return replies[0].rows

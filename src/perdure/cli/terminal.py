@@ -1,0 +1,71 @@
+"""What a person at the terminal sees: workers' lines with a prefix, and one live line of progress."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections import deque
+
+from perdure.core.job import Job
+from perdure.schema.plan import Record
+
+REDRAW_S = 0.2
+
+
+class Terminal:
+    """Prints lines whole; on a terminal keeps a line of progress below them."""
+
+    def __init__(self, until: int | None = None) -> None:
+        self._live = sys.stderr.isatty()
+        self._line = ""
+        self._drawn_at = 0.0
+        self._failures = 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=20)
+
+    def show(self, line: str, is_error: bool = False) -> None:
+        """One line of a worker (or of perdure itself)."""
+        self._clear()
+        print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
+        self._draw()
+
+    def say(self, text: str) -> None:
+        """One line of perdure itself."""
+        self.show(f"perdure: {text}", True)
+
+    def record(self, record: Record, job: Job) -> None:
+        """A step was committed: redraw the line of progress."""
+        if not self._live:
+            return
+        now = time.monotonic()
+        samples = sum(w.progress.samples for w in job.staff.workers.values() if w.progress is not None)
+        self._recent.append((now, samples))
+        until = job.membership.shape.until if job.membership.shape is not None else 0
+        rate = self._rate()
+        failures = job.failures.count
+        self._line = (
+            f"step {record.step + 1}/{until}  loss {record.loss:.4f}  workers {record.workers}"
+            f"{f'  {rate:.0f} samples/s' if rate > 0 else ''}  failures {failures}"
+        )
+        if now - self._drawn_at >= REDRAW_S:
+            self._clear()
+            self._draw()
+
+    def close(self) -> None:
+        """Leave a clean line behind."""
+        self._clear()
+
+    def _rate(self) -> float:
+        (start, before), (end, after) = self._recent[0], self._recent[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+    def _clear(self) -> None:
+        if self._live and self._line:
+            sys.stderr.write("\r\x1b[K")
+
+    def _draw(self) -> None:
+        if self._live and self._line:
+            self._drawn_at = time.monotonic()
+            width = shutil.get_terminal_size().columns
+            sys.stderr.write(self._line[: width - 1])
+            sys.stderr.flush()

@@ -1,0 +1,164 @@
+"""The run directory's files that the coordinator writes: job.json, metrics, samples, events.
+
+Each has one writer. Lines are whole or absent: a torn tail is cut off when the run is resumed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from perdure.schema.errors import UsageError
+from perdure.schema.plan import Record
+
+JOB, METRICS, SAMPLES, EVENTS = "job.json", "metrics.jsonl", "samples.jsonl", "events.jsonl"
+COMMITTED_EVERY_S = 1.0
+
+
+class JobFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What stays with the job over all its runs (P9: the incarnation is on disk before it is used)."""
+
+    incarnation: int = 0
+    blocks: int = 0
+    next_worker: int = 0
+    script: tuple[str, ...] = ()
+
+
+class RunDir:
+    """Writes below one run directory."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        path.mkdir(parents=True, exist_ok=True)
+        self.job = self._read_job()
+        self.digests = self._resume_metrics()
+        for file in (SAMPLES, EVENTS):
+            _cut_torn_tail(path / file)
+        self._metrics = open(path / METRICS, "ab")
+        self._events = open(path / EVENTS, "ab")
+        self._samples: BinaryIO | None = None
+        self._committed_at = 0.0
+
+    @property
+    def last_step(self) -> int:
+        """The last step in metrics.jsonl, −1 for none."""
+        return max(self.digests, default=-1)
+
+    def begin(self, script: tuple[str, ...]) -> JobFile:
+        """Take the next incarnation and keep it before it is used."""
+        self.keep(msgspec.structs.replace(self.job, incarnation=self.job.incarnation + 1, script=script))
+        return self.job
+
+    def keep(self, job: JobFile) -> None:
+        """Replace job.json, whole or not at all."""
+        self.job = job
+        aside = self.path / f".{JOB}"
+        with open(aside, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(job), indent=2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self.path / JOB)
+
+    def record(self, record: Record) -> None:
+        """Append a step's line, and its samples' lines."""
+        line: dict[str, Any] = {
+            "step": record.step,
+            "loss": record.loss,
+            "digest": record.digest,
+            "time": record.time,
+            "workers": record.workers,
+            **record.logged,
+        }
+        _append(self._metrics, line)
+        if record.samples:
+            if self._samples is None:
+                self._samples = open(self.path / SAMPLES, "ab")
+            for micro_batch, worker, ids in record.samples:
+                _append(
+                    self._samples,
+                    {"step": record.step, "micro_batch": micro_batch, "worker": worker, "ids": ids},
+                )
+        now = time.monotonic()
+        if now - self._committed_at >= COMMITTED_EVERY_S:
+            self._committed_at = now
+            self.event("committed", {"step": record.step})
+
+    def event(self, name: str, fields: dict[str, Any]) -> None:
+        """Append an event; the common fields are always there."""
+        common: dict[str, Any] = {
+            "event": name,
+            "wall_s": time.time(),
+            "mono_s": time.monotonic(),
+            "job": self.name,
+            "generation": None,
+            "step": None,
+            "worker": None,
+            "node": None,
+        }
+        _append(self._events, {**common, **fields})
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in (self._metrics, self._events, self._samples):
+            if file is not None:
+                file.close()
+
+    def _read_job(self) -> JobFile:
+        path = self.path / JOB
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=JobFile)
+        except FileNotFoundError:
+            return JobFile()
+        except (msgspec.DecodeError, OSError) as error:
+            raise UsageError(
+                f"{path} cannot be read ({error}); is this a run directory? start anew with --fresh"
+            ) from error
+
+    def _resume_metrics(self) -> dict[int, str]:
+        path = self.path / METRICS
+        _cut_torn_tail(path)
+        digests: dict[int, str] = {}
+        if path.exists():
+            with open(path, "rb") as file:
+                for line in file:
+                    try:
+                        found = msgspec.json.decode(line, type=_Line)
+                    except msgspec.DecodeError:
+                        continue
+                    digests.setdefault(found.step, found.digest)
+        return digests
+
+
+class _Line(msgspec.Struct):
+    step: int
+    digest: str = ""
+
+
+def _append(file: BinaryIO, line: dict[str, Any]) -> None:
+    """One line, one write to the kernel."""
+    file.write(msgspec.json.encode(line) + b"\n")
+    file.flush()
+
+
+def _cut_torn_tail(path: Path) -> None:
+    """Drop a last line that was not written whole."""
+    try:
+        with open(path, "r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            position = size
+            while position > 0:
+                step = min(4096, position)
+                file.seek(position - step)
+                found = file.read(step).rfind(b"\n")
+                if found >= 0:
+                    file.truncate(position - step + found + 1)
+                    return
+                position -= step
+            file.truncate(0)
+    except FileNotFoundError:
+        return

@@ -1,0 +1,148 @@
+"""Gradients of micro-batches, kept by one worker until the step is committed.
+
+A run of micro-batches is folded where plain PyTorch would fold it: its gradients accumulate in `.grad`.
+Between two runs `.grad` is re-bound, so that each run (and each single leaf) has tensors of its own. The
+first gradient of a run is whatever autograd leaves in `.grad`: it is never added to zeros (E1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from perdure.schema.errors import ProtectError
+from perdure.schema.plan import Run
+
+Gradients = list[torch.Tensor | None]
+
+
+class Leaves:
+    """The runs of the step in progress, by their first micro-batch."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        self.parameters = list(parameters)
+        self._names = list(names)
+        self._runs: dict[int, Gradients] = {}
+        self._bound: int | None = None
+
+    @property
+    def bound(self) -> int:
+        """The run that autograd accumulates into."""
+        assert self._bound is not None
+        return self._bound
+
+    def bind(self, first: int) -> None:
+        """Let autograd accumulate into the run that starts at `first` (new, or going on)."""
+        gradients = self._runs.get(first)
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = gradients[index] if gradients is not None else None
+        self._bound = first
+
+    def capture(self) -> None:
+        """Take what autograd left in `.grad` as the run's gradients."""
+        assert self._bound is not None
+        gradients = [parameter.grad for parameter in self.parameters]
+        for name, gradient in zip(self._names, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise ProtectError(
+                    f"the gradient of {name} is sparse; perdure sums dense gradients only: "
+                    "use sparse=False in the embedding"
+                )
+        self._runs[self._bound] = gradients
+
+    def get(self, first: int) -> Gradients:
+        """The gradients of a run."""
+        return self._runs[first]
+
+    def keep(self, held: Sequence[Run]) -> None:
+        """Drop the runs that are not in `held`."""
+        firsts = {run.first for run in held}
+        self._runs = {first: gradients for first, gradients in self._runs.items() if first in firsts}
+
+    def clear(self) -> None:
+        """The step is committed (or void): let all go."""
+        self._runs.clear()
+        self._bound = None
+
+
+class Hooks:
+    """Sees each parameter's gradient become final under the last backward of a step, bucket by bucket.
+
+    A bucket goes early only if its parameters' hooks fired as often as in the micro-batch before; a hook
+    that fires once more after its bucket went makes the attempt void (E3). The hooks themselves only
+    count and enqueue (E4), except for one thing: a backward that the step was not told of raises at once.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], bucket_of: Sequence[int], buckets: int) -> None:
+        self._bucket_of = list(bucket_of)
+        self._buckets = buckets
+        self._fired = [0] * len(parameters)
+        self._expected: list[int] | None = None
+        self._waiting = [0] * buckets
+        self._gone = [False] * buckets
+        self._early: Callable[[int], None] | None = None
+        self.allowed = False
+        self.watched = False
+        self.violated = False
+        self.steady = True
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(parameters)
+        ]
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        bucket = self._bucket_of[index]
+
+        def fired(_: torch.Tensor) -> None:
+            if not self.allowed:
+                if self.watched:
+                    raise ProtectError(
+                        "loss.backward() inside a step does not reach the other workers: "
+                        "call step.backward(loss) instead"
+                    )
+                return
+            self._fired[index] += 1
+            if self._early is None or self._expected is None:
+                return
+            if self._gone[bucket]:
+                self.violated = True
+            elif self._fired[index] == self._expected[index]:
+                self._waiting[bucket] -= 1
+                if self._waiting[bucket] == 0:
+                    self._gone[bucket] = True
+                    self._early(bucket)
+
+        return fired
+
+    def begin(self, early: Callable[[int], None] | None) -> None:
+        """A micro-batch starts; `early(bucket)` is called when a bucket is final, if that can be known."""
+        self._fired = [0] * len(self._fired)
+        self._gone = [False] * self._buckets
+        self._early = early if self.steady else None
+        self.violated = False
+        if self._early is not None and self._expected is not None:
+            self._waiting = [0] * self._buckets
+            for index, count in enumerate(self._expected):
+                if count:
+                    self._waiting[self._bucket_of[index]] += 1
+
+    def end(self) -> set[int]:
+        """The micro-batch is over: remember how the hooks fired; the buckets that went early."""
+        gone = {bucket for bucket, went in enumerate(self._gone) if went and self._early is not None}
+        if self._early is not None and self._expected is not None and not self.violated:
+            # A bucket that went early while one of its parameters fired less often elsewhere is unharmed;
+            # one whose parameter had not been expected at all is not.
+            for index, count in enumerate(self._fired):
+                if count > self._expected[index] and self._gone[self._bucket_of[index]]:
+                    self.violated = True
+        if self.violated:
+            self.steady = False
+        self._expected = list(self._fired)
+        self._early = None
+        return gone
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,425 @@
+"""The tensor side of a step's exchange: leaves out, folds, finished spans back.
+
+    main thread             leaf_final, early ──┐
+    transport's thread      ────────────────────┴─▶ contribute to own folds, post pieces to the owners;
+                            pieces that arrive are folded; finished spans are posted to everybody
+
+Everything that touches a fold runs on the transport's one thread (a member alone has none and folds
+where it stands), so folds need no lock; what the protocol has to know is told to the `Member` under
+the runtime's lock. What arrives for a round that has not begun here is left with its sender, or parked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.core.exchange import Exchange
+from perdure.core.member import Action, Member, StartExchange
+from perdure.schema.ids import Generation, WorkerId
+from perdure.schema.plan import Entry, Ledger, PeerMessage, Run, Shape, Span
+from perdure.worker.buffers import Buffers
+from perdure.worker.float_mode import flush_denormals
+from perdure.worker.fold import Fold, Scratch
+from perdure.worker.gradients import Buckets, Results
+from perdure.worker.leaves import Gradients, Leaves
+from perdure.worker.transport import LATER, Bulk, Later, Transport
+
+LEAF, RESULT = 1, 2
+_PRESENCE_ORDER = "little"
+
+
+@dataclass
+class Attempt:
+    """One round as this worker carries it out; abandoned when another begins."""
+
+    generation: Generation
+    step: int
+    exchange: Exchange
+    transport: Transport | None
+    folds: list[Fold | None] = field(default_factory=list)
+    put_off: dict[int, dict[int, tuple[WorkerId, Bulk]]] = field(default_factory=dict)
+    complete: set[int] = field(default_factory=set)
+    expected: int = 0
+    sent: int = 0
+    said: bool = False
+
+
+@dataclass
+class _Parked:
+    """A payload that came before its round."""
+
+    peer: WorkerId
+    header: Bulk
+    view: memoryview | None
+
+
+class Reducer:
+    """Carries out exchanges for one worker."""
+
+    def __init__(
+        self,
+        member: Member,
+        lock: threading.RLock,
+        perform: Callable[[Sequence[Action]], None],
+        buckets: Buckets,
+        leaves: Leaves,
+        buffers: Buffers,
+    ) -> None:
+        self.flush_denormals = False
+        self._member = member
+        self._lock = lock
+        self._perform = perform
+        self._buckets = buckets
+        self._leaves = leaves
+        self._buffers = buffers
+        self.results = Results(buckets)
+        self._scratch = Scratch()
+        self._attempt: Attempt | None = None
+        self._parked: dict[tuple[Generation, int], list[_Parked]] = {}
+
+    @property
+    def _extra(self) -> int | None:
+        """The number of the span that carries block 0's buffers, if there are any."""
+        return len(self._buckets) if self._buffers.nbytes else None
+
+    @property
+    def _shape(self) -> Shape:
+        return self._member.shape
+
+    # ── under the runtime's lock ────────────────────────────────────────────────────────────────────
+
+    def begin(self, start: StartExchange, transport: Transport | None) -> None:
+        """A round begins: nothing of an older attempt may be running any more (P1)."""
+        attempt = Attempt(start.plan.generation, start.step, start.exchange, transport)
+        peers = len(start.exchange.ranks) - 1
+        if start.exchange.gather:
+            attempt.expected = peers * sum(s.worker == self._member.worker for s in start.exchange.gather)
+        else:
+            self.results.clear()
+            self._make_folds(attempt)
+            pieces = sum(
+                span.lo < span.hi
+                for bucket in range(len(self._buckets))
+                for rank, worker in enumerate(start.exchange.ranks)
+                if worker != self._member.worker
+                for span in [start.exchange.of(bucket, rank)]
+            )
+            attempt.expected = pieces * len(start.exchange.own_leaves)
+            attempt.expected += peers * sum(fold is not None for fold in attempt.folds)
+            if self._extra is not None and self._gives_buffers(attempt):
+                attempt.expected += peers
+        self._attempt = attempt
+        held = {run.first: run for run in self._member.work.held}
+        final = [
+            leaf.first
+            for leaf in attempt.exchange.own_leaves
+            if held.get(leaf.first) == Run(leaf.first, leaf.count)
+        ]
+        self._on_thread(attempt, lambda: self._started(attempt, final))
+
+    def void(self) -> None:
+        """Leaves and finished spans of the step are worth nothing (P8)."""
+        self._leaves.clear()
+        self.results.clear()
+
+    def committed(self) -> None:
+        """The step is committed: its leaves may go."""
+        self._attempt = None
+        self._leaves.clear()
+
+    def forget_older(self, generation: Generation, step: int) -> None:
+        """Drop parked payloads that no round will ask for."""
+        self._parked = {key: parked for key, parked in self._parked.items() if key >= (generation, step)}
+
+    # ── main thread ─────────────────────────────────────────────────────────────────────────────────
+
+    def leaf_final(self, first: int, gone: set[int], entries: Sequence[Entry]) -> None:
+        """A leaf that the round wants is complete; buckets in `gone` went early."""
+        attempt = self._attempt
+        if attempt is None or not self._wanted(attempt, first):
+            return
+        gradients = self._leaves.get(first)
+        self._tell_ledger(attempt, entries)
+        rest = [bucket for bucket in range(len(self._buckets)) if bucket not in gone]
+        self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, rest))
+
+    def early(self, first: int, bucket: int) -> None:
+        """A bucket of the leaf in hand is final, under the last backward: only enqueue (E4)."""
+        attempt = self._attempt
+        if attempt is not None:
+            gradients = [parameter.grad for parameter in self._leaves.parameters]
+            self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, [bucket]))
+
+    def entries_early(self, entries: Sequence[Entry]) -> None:
+        """All entries of this member are known before its last backward."""
+        if self._attempt is not None:
+            self._tell_ledger(self._attempt, entries)
+
+    def buffers_ready(self) -> None:
+        """Block 0 is computed here: its buffers go to everybody."""
+        attempt = self._attempt
+        if attempt is not None and self._extra is not None and self._gives_buffers(attempt):
+            self._on_thread(attempt, lambda: self._post_buffers(attempt))
+
+    # ── transport's thread ──────────────────────────────────────────────────────────────────────────
+
+    def buffer(
+        self, generation: Generation, peer: WorkerId, header: Bulk, nbytes: int, deferrable: bool
+    ) -> memoryview | Later | None:
+        """Where to put a payload (`Handlers.buffer`)."""
+        with self._lock:
+            attempt = self._attempt
+            if attempt is None or (attempt.generation, attempt.step) != (generation, header.step):
+                return self._too_early(generation, peer, header, nbytes, deferrable)
+        return self._place(attempt, peer, header, deferrable)
+
+    def arrived(self, generation: Generation, peer: WorkerId, header: Bulk, view: memoryview) -> None:
+        """A payload is complete (`Handlers.bulk`)."""
+        with self._lock:
+            attempt = self._attempt
+            if attempt is None or (attempt.generation, attempt.step) != (generation, header.step):
+                for parked in self._parked.get((generation, header.step), ()):
+                    if parked.view is None and (parked.peer, parked.header) == (peer, header):
+                        parked.view = view
+                return
+        self._take_in(attempt, peer, header)
+
+    def ledger_grew(self) -> None:
+        """More losses and weights are known: shards may be divided now."""
+        attempt = self._attempt
+        if attempt is not None:
+            self._on_thread(attempt, lambda: self._finish_folds(attempt))
+
+    def _too_early(
+        self, generation: Generation, peer: WorkerId, header: Bulk, nbytes: int, deferrable: bool
+    ) -> memoryview | Later | None:
+        current = self._member.plan.generation if self._member.plan else Generation(0, 0)
+        if (generation, header.step) < (current, self._member.committed + 1):
+            return None
+        parked = _Parked(peer, header, None)
+        self._parked.setdefault((generation, header.step), []).append(parked)
+        return LATER if deferrable else memoryview(bytearray(nbytes))
+
+    def _place(
+        self, attempt: Attempt, peer: WorkerId, header: Bulk, deferrable: bool
+    ) -> memoryview | Later | None:
+        span = Span(header.bucket, header.lo, header.hi)
+        if header.kind == RESULT:
+            if header.bucket == self._extra:
+                return memoryview(self._buffers.landing().numpy())
+            if self._covered(span):
+                return None
+            return self.results.view(header.bucket, header.lo, header.hi)
+        fold = attempt.folds[header.bucket] if attempt.folds else None
+        leaf = next((leaf for leaf in attempt.exchange.leaves if leaf.first == header.first), None)
+        if (
+            fold is None
+            or fold.span != span
+            or leaf is None
+            or leaf.worker != peer
+            or not fold.expects(header.first)
+        ):
+            return None
+        if deferrable and not fold.wants(header.first):
+            attempt.put_off.setdefault(header.bucket, {})[header.first] = (peer, header)
+            return LATER
+        return fold.place(header.first, int.from_bytes(header.meta, _PRESENCE_ORDER))
+
+    def _take_in(self, attempt: Attempt, peer: WorkerId, header: Bulk) -> None:
+        if header.kind == RESULT:
+            if header.bucket != self._extra:
+                presence = int.from_bytes(header.meta, _PRESENCE_ORDER)
+                self.results.mark(header.bucket, header.lo, header.hi, presence)
+            self._span_finished(attempt, Span(header.bucket, header.lo, header.hi))
+            return
+        fold = attempt.folds[header.bucket]
+        assert fold is not None
+        self._set_float_mode()
+        fold.received(header.first)
+        self._advance(attempt, header.bucket, header.first, peer)
+
+    def _started(self, attempt: Attempt, final: Sequence[int]) -> None:
+        """The round's own contributions that are ready, and what came before it."""
+        if attempt.exchange.gather:
+            self._post_gathered(attempt)
+        for first in final:
+            self._contribute(attempt, first, self._leaves.get(first), range(len(self._buckets)))
+        if self._extra is not None and self._gives_buffers(attempt) and self._buffers.left is not None:
+            self._post_buffers(attempt)
+        with self._lock:
+            parked = self._parked.pop((attempt.generation, attempt.step), [])
+        for payload in parked:
+            if payload.view is None:
+                assert attempt.transport is not None
+                attempt.transport.take(payload.peer, payload.header)
+                continue
+            place = self._place(attempt, payload.peer, payload.header, deferrable=False)
+            if isinstance(place, memoryview):
+                place[:] = payload.view
+                self._take_in(attempt, payload.peer, payload.header)
+        self._maybe_all_sent(attempt)
+
+    def _contribute(self, attempt: Attempt, first: int, gradients: Gradients, buckets: Sequence[int]) -> None:
+        """A leaf of mine: its pieces to the shards' owners, its own piece into my folds."""
+        self._set_float_mode()
+        for bucket in buckets:
+            portion = self._buckets.portion(bucket, gradients)
+            meta = _bits(portion.presence)
+            for rank, worker in enumerate(attempt.exchange.ranks):
+                span = attempt.exchange.of(bucket, rank)
+                if span.lo >= span.hi:
+                    continue
+                if worker != self._member.worker:
+                    header = Bulk(LEAF, attempt.step, bucket, first, span.lo, span.hi, meta)
+                    self._post(attempt, worker, header, portion.slices(span.lo, span.hi))
+                    continue
+                fold = attempt.folds[bucket]
+                assert fold is not None
+                fold.contribute(first, portion)
+                self._advance(attempt, bucket, first, worker)
+
+    def _advance(self, attempt: Attempt, bucket: int, first: int, worker: WorkerId) -> None:
+        """A term joined the fold: take the next that waits for its turn; finish if it was the last."""
+        fold = attempt.folds[bucket]
+        assert fold is not None
+        waiting = attempt.put_off.get(bucket)
+        if waiting:
+            for other in [other for other in waiting if fold.wants(other)]:
+                peer, header = waiting.pop(other)
+                assert attempt.transport is not None
+                attempt.transport.take(peer, header)
+        with self._lock:
+            last = self._attempt is attempt and self._member.leaf_arrived(bucket, first, worker)
+        if last:
+            attempt.complete.add(bucket)
+            self._finish_folds(attempt)
+
+    def _finish_folds(self, attempt: Attempt) -> None:
+        """Divide the complete shards, once all weights are known, and give them to everybody."""
+        with self._lock:
+            weight = self._weight() if self._attempt is attempt else None
+        if weight is None:
+            return
+        for bucket in sorted(attempt.complete):
+            attempt.complete.discard(bucket)
+            fold = attempt.folds[bucket]
+            assert fold is not None
+            self._set_float_mode()
+            presence = fold.finish(weight or 1.0)
+            self._post_to_all(attempt, fold.span, presence)
+            self._span_finished(attempt, fold.span)
+
+    def _weight(self) -> float | None:
+        """Σ weight over the step's micro-batches in order, once all are known."""
+        ledger = self._member.work.ledger
+        present = self._shape.present(self._member.committed + 1)
+        if len(ledger) < present:
+            return None
+        return sum(ledger[micro_batch].weight for micro_batch in range(present))
+
+    # ── how ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_folds(self, attempt: Attempt) -> None:
+        blocks: dict[int, list[int]] = {}
+        for leaf in attempt.exchange.leaves:
+            blocks.setdefault(self._shape.block(leaf.first), []).append(leaf.first)
+        order = [blocks[block] for block in sorted(blocks)]
+        for bucket in range(len(self._buckets)):
+            span = attempt.exchange.mine(bucket)
+            wanted = span.lo < span.hi and bool(order)
+            attempt.folds.append(
+                Fold(self._buckets, span, order, self.results, self._scratch) if wanted else None
+            )
+
+    def _wanted(self, attempt: Attempt, first: int) -> bool:
+        run = next((run for run in self._member.work.held if run.first == first), None)
+        return any(
+            leaf.first == first and run is not None and leaf.count == run.count
+            for leaf in attempt.exchange.own_leaves
+        )
+
+    def _gives_buffers(self, attempt: Attempt) -> bool:
+        return any(leaf.first == 0 for leaf in attempt.exchange.own_leaves)
+
+    def _covered(self, span: Span) -> bool:
+        return any(
+            done.bucket == span.bucket and done.lo <= span.lo and span.hi <= done.hi
+            for done in self.results.spans()
+        )
+
+    def _tell_ledger(self, attempt: Attempt, entries: Sequence[Entry]) -> None:
+        with self._lock:
+            self._member.work.ledger.update((entry.micro_batch, entry) for entry in entries)
+            if attempt.transport is not None:
+                ledger = Ledger(attempt.generation, attempt.step, self._member.worker, tuple(entries))
+                tell_all(attempt.transport, self._member.worker, attempt.exchange.ranks, ledger)
+        self._on_thread(attempt, lambda: self._finish_folds(attempt))
+
+    def _post_gathered(self, attempt: Attempt) -> None:
+        for source in attempt.exchange.gather:
+            if source.worker == self._member.worker:
+                bucket = source.span.bucket
+                presence = 0 if bucket == self._extra else self.results.presence(bucket)
+                self._post_to_all(attempt, source.span, presence)
+
+    def _post_buffers(self, attempt: Attempt) -> None:
+        assert self._extra is not None
+        span = Span(self._extra, 0, self._buffers.nbytes)
+        self._post_to_all(attempt, span, 0)
+        self._span_finished(attempt, span)
+
+    def _post_to_all(self, attempt: Attempt, span: Span, presence: int) -> None:
+        if span.bucket == self._extra:
+            view = memoryview(self._buffers.landing().numpy())[span.lo : span.hi]
+        else:
+            view = self.results.view(span.bucket, span.lo, span.hi)
+        header = Bulk(RESULT, attempt.step, span.bucket, 0, span.lo, span.hi, _bits(presence))
+        for worker in attempt.exchange.ranks:
+            if worker != self._member.worker:
+                self._post(attempt, worker, header, [view])
+
+    def _post(self, attempt: Attempt, worker: WorkerId, header: Bulk, buffers: Sequence[memoryview]) -> None:
+        assert attempt.transport is not None
+
+        def sent() -> None:
+            with self._lock:
+                attempt.sent += 1
+                self._maybe_all_sent(attempt)
+
+        attempt.transport.post(worker, header, buffers, sent)
+
+    def _maybe_all_sent(self, attempt: Attempt) -> None:
+        with self._lock:
+            if self._attempt is attempt and attempt.sent >= attempt.expected and not attempt.said:
+                attempt.said = True
+                self._perform(self._member.sends_complete())
+
+    def _span_finished(self, attempt: Attempt, span: Span) -> None:
+        with self._lock:
+            if self._attempt is attempt:
+                self._perform(self._member.span_finished(span))
+
+    def _on_thread(self, attempt: Attempt, call: Callable[[], None]) -> None:
+        if attempt.transport is None:
+            call()
+        else:
+            attempt.transport.submit(call)
+
+    def _set_float_mode(self) -> None:
+        flush_denormals(self.flush_denormals)
+
+
+def tell_all(transport: Transport, me: WorkerId, ranks: Sequence[WorkerId], body: PeerMessage) -> None:
+    """One small message to every other member."""
+    data = msgspec.msgpack.encode(body)
+    for worker in ranks:
+        if worker != me:
+            transport.tell(worker, data)
+
+
+def _bits(presence: int) -> bytes:
+    return presence.to_bytes((presence.bit_length() + 7) // 8, _PRESENCE_ORDER)

@@ -1,0 +1,88 @@
+"""Hard state from the worker's side: copy at a boundary, write aside in the background (P18).
+
+What is written is published by the coordinator, which knows whether this worker is still a member and
+whether the digest is everybody's. One checkpoint is written at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from perdure.schema import messages as msg
+from perdure.schema.errors import PerdureError
+from perdure.schema.plan import Shape
+from perdure.state import checkpoint
+from perdure.state.capture import Snapshot, touched_slab
+from perdure.state.shelf import Meta, Shelf
+from perdure.worker.training import Training
+
+
+class Saver:
+    """Writes checkpoints of one worker."""
+
+    def __init__(
+        self, training: Training, shape: Shape, seed: int, send: Callable[[msg.WorkerMessage], None]
+    ) -> None:
+        self._training = training
+        self._shape = shape
+        self._seed = seed
+        self._send = send
+        self._thread: threading.Thread | None = None
+        self._slab: torch.Tensor | None = None
+
+    def meta(self, step: int, digest: str) -> Meta:
+        """What a checkpoint says of itself."""
+        return Meta(
+            step=step,
+            digest=digest,
+            blocks=self._shape.blocks,
+            per_step=self._shape.per_step,
+            seed=self._seed,
+        )
+
+    def prepare(self) -> None:
+        """A checkpoint is coming: have memory at hand whose pages exist, so that the copy is quick."""
+        if self._slab is None and self._thread is None:
+            nbytes = self._training.state.slab_bytes
+            self._thread = threading.Thread(target=self._touch, args=(nbytes,), daemon=True)
+            self._thread.start()
+
+    def _touch(self, nbytes: int) -> None:
+        self._slab = touched_slab(nbytes)
+
+    def save(self, step: int, directory: Path) -> None:
+        """Copy the state after `step` now; write it in the background, and say when it is done."""
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            copy = self._training.snapshot(self._slab)
+            self._slab = copy.slab
+        except (PerdureError, MemoryError, RuntimeError) as error:
+            self._send(msg.CheckpointFailed(step, f"{type(error).__name__}: {error}"))
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(copy, step, directory), name="perdure-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def write_now(self, step: int, partial: Path) -> None:
+        """Write the state after `step` to `partial`, waiting for it. Raises OSError."""
+        copy = self._training.snapshot()
+        checkpoint.write(copy, partial, self.meta(step, copy.digest()))
+
+    def _write(self, copy: Snapshot, step: int, directory: Path) -> None:
+        started = time.monotonic()
+        try:
+            digest = copy.digest()
+            partial = Shelf(directory).partial(step)
+            checkpoint.write(copy, partial, self.meta(step, digest))
+        except (OSError, PerdureError) as error:
+            self._send(msg.CheckpointFailed(step, f"{type(error).__name__}: {error}"))
+            return
+        seconds = time.monotonic() - started
+        self._send(msg.CheckpointWritten(step, digest, str(partial), copy.total_bytes, seconds))

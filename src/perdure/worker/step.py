@@ -1,0 +1,164 @@
+"""One step as the user's loop sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from perdure.schema.errors import UsageError
+from perdure.schema.messages import Scalar
+from perdure.schema.plan import Entry
+from perdure.worker.data import MicroBatches
+from perdure.worker.loader import Loader
+from perdure.worker.rng import seed_commit, seed_micro_batch
+from perdure.worker.runtime import Runtime
+
+
+class Step:
+    """A step of `job.steps`: iterate it for this worker's micro-batches; then `.grad` is global.
+
+    Attributes:
+        index: the step, from 0.
+        micro_batch: the number of the micro-batch in hand within the step.
+        sample_ids: the data set indices of the micro-batch in hand.
+        loss: after the loop the weighted mean over the global batch, the same on all workers.
+    """
+
+    def __init__(self, runtime: Runtime, loader: Loader, batches: MicroBatches, seed: int) -> None:
+        self.index = runtime.member.committed + 1
+        self.micro_batch = -1
+        self.sample_ids: list[int] = []
+        self.loss = math.nan
+        self.logged: dict[str, Scalar] = {}
+        self.entered = False
+        self.complete = False
+        self.evaluations = 0
+        self._runtime = runtime
+        self._loader = loader
+        self._batches = batches
+        self._seed = seed
+        self._calls = 0
+        self._weighted_loss = 0.0
+        self._weight = 0.0
+        self._skipped = False
+        self._failed = False
+        self._told_early = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.entered:
+            raise UsageError(f"step {self.index} is iterated twice; one loop over a step is the whole step")
+        self.entered = True
+        hooks = self._runtime.training.hooks
+        hooks.watched = True
+        try:
+            while (micro_batch := self._runtime.next_micro_batch()) is not None:
+                yield self._begin(micro_batch)
+                self._end()
+            self.complete = True
+        finally:
+            hooks.watched = False
+        self.loss = self._runtime.training.loss
+        seed_commit(self._seed, self.index)
+
+    def _begin(self, micro_batch: int) -> Any:
+        self.micro_batch = micro_batch
+        self.sample_ids = self._batches.sample_ids(self.index, micro_batch)[1]
+        batch = self._loader.get(self.index, micro_batch)
+        self._calls, self._weighted_loss, self._weight = 0, 0.0, 0.0
+        self._skipped = self._failed = self._told_early = False
+        runtime, training = self._runtime, self._runtime.training
+        early = None
+        if runtime.last_in_queue() and not training.buffers.nbytes:
+            first = training.leaves.bound
+            early = lambda bucket: runtime.reducer.early(first, bucket)  # noqa: E731
+        training.hooks.begin(early)
+        runtime.compute_begins(micro_batch, len(self.sample_ids))
+        seed_micro_batch(self._seed, self.index, micro_batch)
+        return batch
+
+    def _end(self) -> None:
+        hooks = self._runtime.training.hooks
+        gone = hooks.end()
+        if self._failed:
+            if gone or self._told_early:
+                self._runtime.unfit()
+            self._runtime.finish_micro_batch(Entry(self.micro_batch, 0.0, 0.0), set(), void=True)
+            return
+        if not self._calls and not self._skipped:
+            raise UsageError(
+                f"micro-batch {self.micro_batch} of step {self.index} was neither given to step.backward nor to "
+                "step.skip()"
+            )
+        if hooks.violated or (self._told_early and self._calls != 1):
+            self._runtime.unfit()
+            gone = set()
+        self._runtime.training.usual_calls = self._calls
+        self._runtime.finish_micro_batch(self._entry(), gone, void=False)
+
+    def _entry(self) -> Entry:
+        runtime = self._runtime
+        return Entry(
+            self.micro_batch,
+            self._weighted_loss,
+            self._weight,
+            math.isfinite(self._weighted_loss),
+            runtime.member.worker,
+            tuple(self.sample_ids) if runtime.log_samples else (),
+        )
+
+    def backward(self, loss: torch.Tensor, weight: float = 1, scaler: Any = None) -> None:
+        """Add a loss of the micro-batch in hand to the step: the gradient is Σ weight·∇loss / Σ weight.
+
+        Args:
+            loss: a scalar, the mean over what `weight` counts.
+            weight: for instance the number of tokens in the micro-batch.
+            scaler: a protected GradScaler whose scale multiplies the loss.
+        """
+        if self.micro_batch < 0 or self.complete:
+            raise UsageError("step.backward is for a micro-batch in hand: call it inside `for … in step`")
+        if self._skipped:
+            raise UsageError(f"micro-batch {self.micro_batch} was skipped already")
+        if loss.numel() != 1:
+            raise UsageError(f"step.backward: the loss has shape {tuple(loss.shape)}; expected a scalar")
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UsageError(f"step.backward: weight={weight!r}; expected a finite number ≥ 0")
+        self._calls += 1
+        self._weighted_loss += float(loss.detach()) * float(weight)
+        self._weight += float(weight)
+        scaled = loss if weight == 1 else loss * weight
+        if scaler is not None:
+            scaled = scaler.scale(scaled)
+        training = self._runtime.training
+        if self._calls == 1 and training.usual_calls == 1 and self._runtime.last_in_queue():
+            self._told_early = True
+            self._runtime.entries_early(self._entry())
+        training.hooks.allowed = True
+        try:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            training.hooks.allowed = False
+
+    def skip(self) -> None:
+        """Leave the micro-batch in hand out of the step."""
+        if self._calls:
+            raise UsageError(f"micro-batch {self.micro_batch} was given to step.backward already")
+        self._skipped = True
+
+    def log(self, **values: Any) -> None:
+        """Add values to the step's line of metrics.jsonl; numbers, strings, booleans, None."""
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if value is not None and not isinstance(value, bool | int | float | str):
+                raise UsageError(
+                    f"step.log({name}=…): expected a number, string, boolean or None, got {type(value).__name__}"
+                )
+            if name in ("step", "loss", "digest", "time", "workers"):
+                raise UsageError(f"step.log({name}=…): perdure writes {name} itself; use another name")
+            self.logged[name] = value

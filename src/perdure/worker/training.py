@@ -1,0 +1,154 @@
+"""What the user protects, as the step transaction needs it: parameters, gradients, buffers, digests."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+import xxhash
+
+from perdure.schema.errors import ProtectError
+from perdure.schema.plan import Entry
+from perdure.state.capture import ProtectedState, Snapshot
+from perdure.state.transfer import Donor, Session
+from perdure.worker.buffers import Buffers
+from perdure.worker.gradients import Buckets
+from perdure.worker.leaves import Hooks, Leaves
+
+
+class Training:
+    """The protected objects between the user's script and the runtime.
+
+    Raises `ProtectError` for what cannot be kept exact.
+    """
+
+    def __init__(self, objects: Mapping[str, object], digest_every: int = 1) -> None:
+        self.state = ProtectedState(objects)
+        names, parameters = _parameters(objects)
+        for name, parameter in zip(names, parameters, strict=True):
+            if getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ProtectError(
+                    f"{name} has a post-accumulate-grad hook of its own, which would see one worker's part of the "
+                    "gradient: do that work after the step's loop, where .grad is global"
+                )
+        self.buckets = Buckets(parameters)
+        self.leaves = Leaves(parameters, names)
+        self.buffers = Buffers(_buffers(objects))
+        first_bucket = [homes[-1] if homes else 0 for homes in self.buckets.homes]
+        self.hooks = Hooks(parameters, first_bucket, len(self.buckets))
+        self.loss = float("nan")
+        self.usual_calls = 0
+        self._digest_every = digest_every
+        self._digests: dict[int, str] = {}
+        self._names = names
+        self._walking = threading.Lock()
+
+    @property
+    def whole_first_block(self) -> bool:
+        """Whether block 0 must be computed in order by one worker (E8)."""
+        return self.buffers.nbytes > 0
+
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """Elements of each bucket; the bytes of the buffers that block 0 leaves come last."""
+        extra = (self.buffers.nbytes,) if self.buffers.nbytes else ()
+        return (*self.buckets.sizes, *extra)
+
+    def signature(self) -> str:
+        """A digest over names, shapes and dtypes: the same in every worker that trains the same thing."""
+        parts = [
+            f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+            for name, parameter in zip(self._names, self.leaves.parameters, strict=True)
+        ]
+        return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+
+    def begin(self, micro_batch: int, first: int, extends: bool) -> None:
+        """Make ready for a micro-batch of the run that starts at `first`."""
+        if not extends:
+            self.buffers.put_back()
+        self.leaves.bind(first)
+
+    def digest(self, committed: int) -> str:
+        """The digest of the state after step `committed`, or '' if that step is not to be digested."""
+        if (committed + 1) % self._digest_every:
+            return ""
+        if committed not in self._digests:
+            self._digests = {committed: self.digest_now()}
+        return self._digests[committed]
+
+    def digest_now(self) -> str:
+        """The digest of the live state."""
+        with self._walking:
+            return self.state.digest()
+
+    def donor(self, step: int) -> Donor:
+        """Give the state after `step` away; called beside the main thread while that computes step+1."""
+        with self._walking:
+            donor = Donor(self.state, Session(step, ""), committed=self.buffers.committed())
+        donor.session = Session(step, donor.digest())
+        return donor
+
+    def snapshot(self, slab: torch.Tensor | None = None) -> Snapshot:
+        """A private copy of the state, for writing in the background."""
+        with self._walking:
+            return self.state.snapshot(slab)
+
+    def swap_in(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Put the global gradient into `.grad` and block 0's buffers into the modules."""
+        for parameter, gradient in zip(self.leaves.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.buffers.apply()
+
+    def note_losses(self, ledger: Mapping[int, Entry], present: int) -> None:
+        """The step's loss: the weighted mean over its micro-batches, in their order."""
+        entries = [ledger[micro_batch] for micro_batch in range(present)]
+        weight = sum(entry.weight for entry in entries)
+        total = sum(entry.weighted_loss for entry in entries)
+        self.loss = total / weight if weight else float("nan")
+
+    def committed(self) -> None:
+        """The user's commit code is through: this is the state now."""
+        self.buffers.note_committed()
+
+    def restored(self) -> None:
+        """The state was taken from elsewhere."""
+        self._digests = {}
+        self.buffers.note_committed()
+
+
+def _parameters(objects: Mapping[str, object]) -> tuple[list[str], list[torch.Tensor]]:
+    """Everything that gets a gradient: of the modules first, then what only an optimizer knows."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, thing in objects.items():
+        if isinstance(thing, torch.nn.Module):
+            for key, parameter in thing.named_parameters():
+                found.setdefault(id(parameter), (f"{name}.{key}", parameter))
+    for name, thing in objects.items():
+        if isinstance(thing, torch.optim.Optimizer):
+            parameters = itertools.chain.from_iterable(group["params"] for group in thing.param_groups)
+            for index, parameter in enumerate(parameters):
+                found.setdefault(id(parameter), (f"{name}.params[{index}]", parameter))
+    wanted = [(name, parameter) for name, parameter in found.values() if parameter.requires_grad]
+    if not wanted:
+        raise ProtectError(
+            "job.protect: none of the protected objects has a parameter that requires a gradient"
+        )
+    return [name for name, _ in wanted], [parameter for _, parameter in wanted]
+
+
+def _buffers(objects: Mapping[str, object]) -> list[tuple[str, torch.Tensor, bool]]:
+    """(name, buffer, whether it is in the state_dict) of every module's buffers, each tensor once.
+
+    A module without a parameter to train (an averaged copy) changes in the commit alone: it has none.
+    """
+    found: dict[int, tuple[str, torch.Tensor, bool]] = {}
+    for name, thing in objects.items():
+        if not isinstance(thing, torch.nn.Module) or not any(p.requires_grad for p in thing.parameters()):
+            continue
+        for prefix, module in thing.named_modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                persistent = key not in module._non_persistent_buffers_set
+                found.setdefault(id(buffer), (f"{name}.{prefix}.{key}", buffer, persistent))
+    return list(found.values())
