@@ -124,6 +124,11 @@ class Stage:
     async def open(self) -> None:
         """Start both; returns when the agent has said hello."""
         await self.coordinator.open()
+        self.task = asyncio.create_task(self.open_agent())
+        await self.coordinator.hear(AgentHello)
+
+    async def open_agent(self) -> Ended:
+        """Run the agent alone to its end."""
         config = AgentConfig(
             node="here",
             host="127.0.0.1",
@@ -136,8 +141,7 @@ class Stage:
             directory=self.directory,
         )
         self.agent = Agent(config, lambda line, error: self.shown.append((line, error)))
-        self.task = asyncio.create_task(self.agent.run())
-        await self.coordinator.hear(AgentHello)
+        return await self.agent.run()
 
     async def close(self) -> Ended:
         """End the job and both."""
@@ -149,12 +153,28 @@ class Stage:
 
     async def start(self, source: str, env: dict[str, str] | None = None) -> tuple[int, int]:
         """Worker id and pid of a new worker that runs `source`."""
+        worker = self.order(source, env)
+        started = await self.coordinator.hear(WorkerStarted, lambda one: one.worker == worker)
+        return worker, started.pid
+
+    def order(self, source: str, env: dict[str, str] | None = None) -> int:
+        """Ask for a worker that runs `source`, and return its id at once."""
         worker = self._next_worker
         self._next_worker += 1
         self.script.write_text(textwrap.dedent(source))
         self.coordinator.say(StartWorker(worker, env or {}))
-        started = await self.coordinator.hear(WorkerStarted, lambda one: one.worker == worker)
-        return worker, started.pid
+        return worker
+
+    def lines(self, worker: int) -> list[str]:
+        """What a worker has printed, as it was shown."""
+        prefix = f"[worker {worker}] "
+        return [line.removeprefix(prefix) for line, _ in self.shown if line.startswith(prefix)]
+
+    def zygote_pid(self) -> int:
+        """The process that forks this agent's workers."""
+        pid = self.agent._zygote.pid
+        assert pid is not None
+        return pid
 
     async def exit_of(self, worker: int) -> WorkerExited:
         """How a worker ended, when it has."""

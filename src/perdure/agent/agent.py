@@ -141,7 +141,6 @@ class Agent:
 
     def _hello(self) -> AgentHello:
         config = self._config
-        self._told = ()
         return AgentHello(
             node=config.node,
             host=config.host,
@@ -172,7 +171,7 @@ class Agent:
             case Notice(text):
                 self._show(text, False)
             case AgentWelcome():
-                pass
+                self._told = ()  # a new connection: it knows nothing
 
     def _order(self, order: StartWorker) -> None:
         """Start a worker in the background: the first has to wait for the zygote's imports."""
