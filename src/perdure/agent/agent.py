@@ -108,6 +108,7 @@ class Agent:
         self._starting: dict[WorkerId, asyncio.Task[None]] = {}
         self._unburied: set[asyncio.Future[None]] = set()
         self._stopped_early: dict[WorkerId, int] = {}
+        self._orphans_possible = False
         self._told: tuple[Progress, ...] = ()
         self._end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
@@ -189,18 +190,18 @@ class Agent:
 
     async def _start(self, order: StartWorker) -> None:
         worker, asked_s = order.worker, time.monotonic()
+        prefix = f"[worker {worker}] "
         try:
             pid, ends = await self._fork(order)
+            process = WorkerProcess(
+                worker, pid, ends, self._logs, self, lambda line, err: self._show(prefix + line, err)
+            )
         except (OSError, ZygoteGoneError) as error:
             took_s = time.monotonic() - asked_s
             self._link.send(
                 WorkerExited(worker, EX_OSERR, None, took_s, time.time(), f"not started: {error}")
             )
             return
-        prefix = f"[worker {worker}] "
-        process = WorkerProcess(
-            worker, pid, ends, self._logs, self, lambda line, err: self._show(prefix + line, err)
-        )
         self._workers[worker] = process
         self._unburied.add(process.gone)
         process.gone.add_done_callback(self._unburied.discard)
@@ -243,6 +244,7 @@ class Agent:
     def worker_exited(self, process: WorkerProcess, exited: Exited) -> None:
         """Tell how a worker ended; all that it said has been passed on before."""
         del self._workers[process.worker]
+        self._orphans_possible = True
         self._link.send(
             WorkerExited(
                 worker=process.worker,
@@ -255,13 +257,18 @@ class Agent:
         )
 
     async def _report(self) -> None:
-        """Tell what the workers do, when that changed."""
+        """Tell what the workers do, when that changed; clear away what dead ones left, when all is quiet."""
         while True:
             await asyncio.sleep(STATUS_S)
             rows = tuple(self._rows())
             if rows != self._told:
                 self._told = rows
                 self._link.send(Status(rows))
+            quiet = not self._starting and len(self._unburied) == len(self._workers)
+            if self._orphans_possible and quiet:
+                self._orphans_possible = False
+                known = {one.pid for one in self._workers.values()} | {self._zygote.pid}
+                await asyncio.to_thread(procfs.reap_orphans, known)
 
     def _rows(self) -> Iterator[Progress]:
         for one in self._workers.values():
@@ -285,7 +292,7 @@ class Agent:
         if self._unburied:
             await asyncio.wait(self._unburied, timeout=END_S_MAX)
         await asyncio.to_thread(procfs.end_marked, self._mark)
-        await asyncio.to_thread(procfs.reap_orphans, ())
+        await asyncio.to_thread(procfs.reap_orphans, set())
         await self._link.close()
 
 

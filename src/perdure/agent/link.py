@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from perdure.schema.errors import PerdureError, UsageError, WireError
-from perdure.schema.messages import AgentHello, AgentMessage, AgentWelcome, CoordinatorToAgent, Status
+from perdure.schema.messages import (
+    AgentHello,
+    AgentMessage,
+    AgentWelcome,
+    CoordinatorToAgent,
+    EndAgent,
+    Status,
+)
 from perdure.schema.wire import NONCE_BYTES, FrameReader, Handshake, Role, encode
 
 HANDSHAKE_S: Final = 10.0
@@ -54,7 +61,8 @@ class OrphanedError(PerdureError):
 class Link:
     """Keeps one connection to the coordinator.
 
-    `hello` makes the first frame of each connection; `receive` gets every message, AgentWelcome first.
+    `hello` makes the first frame of each connection; `receive` gets every message, of which the first is an
+    AgentWelcome, or the EndAgent of a coordinator that has no place for this agent.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class Link:
         """
         lost_s, retry_s = time.monotonic(), RETRY_S_MIN
         while True:
+            tried_s = time.monotonic()
             try:
                 await self._connect_and_listen()
             except (OSError, WireError, EOFError, TimeoutError) as error:
@@ -83,7 +92,9 @@ class Link:
             if self._writer is not None:
                 self._writer.transport.abort()
                 self._writer = None
-                lost_s, retry_s = time.monotonic(), RETRY_S_MIN
+                lost_s = time.monotonic()
+                if lost_s - tried_s > RETRY_S_MAX:  # else it may be one that closes whatever we say
+                    retry_s = RETRY_S_MIN
             elif time.monotonic() - lost_s > self._target.orphan_s:
                 raise OrphanedError(
                     f"no coordinator at {self._target} for {self._target.orphan_s:g} s: {reason}"
@@ -127,7 +138,7 @@ class Link:
                 messages = frames.feed(data)
                 while not messages:
                     messages = frames.feed(await _some(reader))
-            if not isinstance(messages[0], AgentWelcome):
+            if not isinstance(messages[0], AgentWelcome | EndAgent):
                 raise WireError(f"{type(messages[0]).__name__} in place of a welcome")
             self._welcomed(writer)
             while True:

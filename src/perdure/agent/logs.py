@@ -8,6 +8,7 @@ beginning and the end are kept, on disk as soon as they are written, and only th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 from collections import deque
@@ -35,37 +36,40 @@ class BoundedLog:
     def __init__(self, path: Path, limit: int = LOG_BYTES) -> None:
         self._path = path
         self._part = max(1, limit // 3)
-        self._fd = self._open()
-        self._size = os.fstat(self._fd).st_size
+        self._fd: int | None = None
+        self._size = 0
         self.lost = 0
+        with contextlib.suppress(OSError):
+            self._open()
 
     def write(self, data: bytes) -> None:
         """Append `data`."""
         view = memoryview(data)
-        while view:
-            if self._size >= self._part:
-                self._rotate()
-            try:
-                written = os.write(self._fd, view[: self._part - self._size])
-            except OSError:
-                self.lost += len(view)
-                return
-            self._size += written
-            view = view[written:]
+        try:
+            while view:
+                fd = self._open()
+                written = os.write(fd, view[: self._part - self._size])
+                self._size += written
+                view = view[written:]
+        except OSError:
+            self.lost += len(view)
 
     def close(self) -> None:
         """Close the file; what was written is in it."""
-        os.close(self._fd)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-    def _rotate(self) -> None:
-        head = self._path.with_name(f"{self._path.name}.head")
-        self._path.replace(self._path.with_name(f"{self._path.name}.old") if head.exists() else head)
-        os.close(self._fd)
-        self._fd = self._open()
-        self._size = 0
+        """The file with room for at least one byte."""
+        if self._fd is not None and self._size >= self._part:
+            self.close()
+            head = self._path.with_name(f"{self._path.name}.head")
+            self._path.replace(self._path.with_name(f"{self._path.name}.old") if head.exists() else head)
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._size = os.fstat(self._fd).st_size
+        return self._fd
 
 
 class Lines:
@@ -87,6 +91,11 @@ class Lines:
             whole.append(self._rest[:LINE_BYTES])
             self._rest = self._rest[LINE_BYTES:]
         return self._texts(whole)
+
+    def last(self) -> str:
+        """The last lines, and the unfinished one."""
+        rest = _last_state(self._rest).decode("utf-8", "replace")
+        return "\n".join([*self.tail, rest] if rest else self.tail)
 
     def end(self) -> list[str]:
         """The last line, if the stream ended without an end of line."""
@@ -119,7 +128,7 @@ class Stream:
     @property
     def tail(self) -> str:
         """The last lines."""
-        return "\n".join(self._lines.tail)
+        return self._lines.last()
 
     def note(self, line: str) -> None:
         """Add a line of the agent's own."""

@@ -62,7 +62,7 @@ def end_marked(mark: str) -> None:
     _end(lambda found: found.state != "Z" and wanted in _environment(found.pid))
 
 
-def reap_orphans(known: Collection[int]) -> None:
+def reap_orphans(known: Collection[int | None]) -> None:
     """Reap ended processes that became children of this one because their own parent ended first.
 
     A launcher's own children are in its session or in `known`; they are left to those who wait for them.

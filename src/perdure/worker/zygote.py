@@ -90,10 +90,11 @@ def _preload() -> None:
     """Import what every worker needs. A failure is the script's to meet, with a traceback of its own."""
     gc.disable()
     environment = dict(os.environ)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to count devices another way initialises CUDA
     for name in _PRELOADED:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    os.environ.clear()  # torch._dynamo leaves a variable there
+    os.environ.clear()  # torch._dynamo leaves a variable there too
     os.environ.update(environment)
     gc.enable()
     gc.collect()
