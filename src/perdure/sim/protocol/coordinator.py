@@ -1,0 +1,180 @@
+"""The simulated server around the production `Job`: its links, its files, and its death.
+
+What is on disk outlives it: metrics.jsonl, checkpoints, the incarnation. All else is rebuilt from the
+agents' hellos (P9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from perdure.core import job as core
+from perdure.core.job import Job, Settings
+from perdure.core.membership import Membership, Stale
+from perdure.core.records import Records
+from perdure.schema import messages as msg
+from perdure.schema.ids import Generation, WorkerId
+from perdure.schema.plan import Position, Record
+
+if TYPE_CHECKING:
+    from perdure.sim.protocol.agents import SimAgent
+    from perdure.sim.protocol.simulation import Simulation
+
+TICK_S = 1.0
+
+
+@dataclass
+class Durable:
+    """What is on disk: lines of metrics, checkpoints by path → (step, digest), the last incarnation."""
+
+    records: list[Record] = field(default_factory=list)
+    partial: dict[str, tuple[int, str]] = field(default_factory=dict)
+    checkpoints: dict[str, tuple[int, str]] = field(default_factory=dict)
+    newest_first: list[str] = field(default_factory=list)
+    incarnation: int = 0
+    first_worker: WorkerId = 0
+    blocks: int = 0
+
+
+class SimCoordinator:
+    """One life of the coordinator."""
+
+    job_class: type[Job] = Job
+    membership_class: type[Membership] = Membership
+    records_class: type[Records] = Records
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.alive = True
+        self.agents: dict[str, SimAgent] = {}
+        self.of: dict[WorkerId, SimAgent] = {}
+        self.incarnation = self.next_incarnation()
+        durable = sim.durable
+        settings = Settings(
+            job="job",
+            incarnation=self.incarnation,
+            home_node="node 0",
+            min_nodes=sim.schedule.nodes,
+            checkpoint_every=sim.schedule.checkpoint_every,
+            blocks=sim.shape.blocks,
+            first_worker=durable.first_worker,
+            last_step=durable.records[-1].step if durable.records else -1,
+            digests={record.step: record.digest for record in durable.records},
+            checkpoints=tuple(durable.newest_first[:2]),
+        )
+        self.job = self.job_class(settings)
+        self.job.membership = self.membership_class(self.incarnation)
+        self.job.records = self.records_class(settings.last_step, settings.digests)
+        self._watch()
+        sim.world.after(TICK_S, self._tick)
+
+    def next_incarnation(self) -> int:
+        """P9: persisted before it is used."""
+        self.sim.durable.incarnation += 1
+        return self.sim.durable.incarnation
+
+    def _watch(self) -> None:
+        """Let the judge see when workers are thrown away, and what came of each report."""
+        membership, judge = self.job.membership, self.sim.judge
+        report = membership.report
+
+        def watched(worker: WorkerId, generation: Generation, position: Position) -> list[object]:
+            actions = report(worker, generation, position)
+            for action in actions:
+                if isinstance(action, Stale):
+                    judge.stale(action)
+            return list(actions)
+
+        membership.report = watched  # type: ignore[method-assign, assignment]
+
+    # ── in ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def hello(self, agent: SimAgent, hello: msg.AgentHello) -> None:
+        """An agent connected."""
+        if self.alive:
+            self.agents[agent.name] = agent
+            for seen in hello.seen:
+                self.of[seen.worker] = agent
+            self._carry(self.job.agent_joined(hello, self.sim.world.now))
+
+    def heard(self, agent: SimAgent, message: msg.AgentMessage | tuple[WorkerId, msg.WorkerMessage]) -> None:
+        """An agent's message, or a worker's that it relays."""
+        now = self.sim.world.now
+        if not self.alive:
+            return
+        match message:
+            case (worker, body):
+                self.sim.judge.heard(worker, body)
+                self._carry(self.job.worker_said(worker, body, now))
+            case msg.WorkerStarted(worker, pid):
+                self._carry(self.job.worker_started(worker, pid, now))
+            case msg.WorkerExited():
+                self._carry(self.job.worker_exited(message, now))
+
+    def lose(self, agent: SimAgent) -> None:
+        """An agent's connection broke."""
+        if self.alive:
+            self._carry(self.job.agent_lost(agent.name, self.sim.world.now))
+
+    def stop(self) -> None:
+        """Somebody wants the job to end."""
+        if self.alive:
+            self._carry(self.job.asked(15, self.sim.world.now))
+
+    def _tick(self) -> None:
+        if self.alive and not self.sim.over:
+            self._carry(self.job.tick(self.sim.world.now))
+            self.sim.world.after(TICK_S, self._tick)
+
+    # ── out ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _carry(self, actions: Sequence[core.Action]) -> None:
+        for action in actions:
+            self.sim.faults.reached("coordinator", None)
+            if not self.alive:
+                return
+            match action:
+                case core.Send(worker, message):
+                    self.sim.note("coordinator", f"to w{worker}", message)
+                    self.of[worker].to_worker(worker, message)
+                case core.Start(node, worker):
+                    self.of[worker] = self.agents[node]
+                    self.sim.durable.first_worker = max(self.sim.durable.first_worker, worker + 1)
+                    self.agents[node].order(msg.StartWorker(worker, {}))
+                case core.Kill(worker, signum):
+                    self.sim.note("coordinator", f"kills w{worker}")
+                    self.of[worker].order(msg.StopWorker(worker, signum))
+                case core.Event(name, fields):
+                    self.sim.note("coordinator", name, fields)
+                    self.sim.judge.event(name, fields)
+                case core.Say(text):
+                    self.sim.note("coordinator", text)
+                case core.WriteRecord(record):
+                    self.sim.judge.written(record)
+                    self.sim.durable.records.append(record)
+                case core.PublishCheckpoint(written):
+                    self._publish(written)
+                case core.End(exit_code, text):
+                    self.sim.end(exit_code, text)
+
+    def _publish(self, written: msg.CheckpointWritten) -> None:
+        durable = self.sim.durable
+        path = f"step-{written.step}"
+        durable.checkpoints[path] = durable.partial.pop(written.partial)
+        durable.newest_first.insert(0, path)
+        self.sim.judge.published(written)
+        delay = self.sim.world.chance.delay(self.sim.pace.control_s)
+
+        def answer() -> None:
+            if self.alive:
+                self._carry(self.job.published(written, path, "", self.sim.world.now))
+
+        self.sim.world.after(delay, answer)
+
+    def die(self) -> None:
+        """The coordinator's process ends; agents see their connections break."""
+        self.alive = False
+        for agent in self.agents.values():
+            agent.disconnect()

@@ -1,0 +1,171 @@
+"""What must never happen in a run, looked at from outside with everything in view."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from perdure.core.membership import Stale
+from perdure.schema import messages as msg
+from perdure.schema.ids import WorkerId
+from perdure.schema.plan import Record
+from perdure.sim.protocol import symbols
+from perdure.sim.protocol.symbols import Expression
+
+if TYPE_CHECKING:
+    from perdure.sim.protocol.healing import Session, State
+    from perdure.sim.protocol.simulation import Simulation
+    from perdure.sim.protocol.worker import SimWorker
+
+
+class WrongError(Exception):
+    """Something happened that must not."""
+
+
+class Judge:
+    """Watches a run; the first wrong thing ends it."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.commits = 0
+        self._epoch: dict[int, str] = {}
+        self._epochs: list[dict[int, str]] = [self._epoch]
+        self._done: dict[tuple[int, int], set[WorkerId]] = defaultdict(set)
+
+    def wrong(self, what: str) -> None:
+        """Say so, and end the run."""
+        raise WrongError(what)
+
+    def counts(self, worker: SimWorker) -> bool:
+        """Whether this worker is one of the job's: alive, and not declared lost (G4)."""
+        coordinator = self.sim.coordinator
+        return worker.alive and coordinator is not None and worker.id in coordinator.job.membership.peers
+
+    # ── computing ───────────────────────────────────────────────────────────────────────────────────
+
+    def started(self, worker: SimWorker, step: int, micro_batch: int) -> None:
+        """G2: nothing is computed that a survivor has finished."""
+        self._not_twice(worker, step, micro_batch)
+
+    def computed(self, worker: SimWorker, step: int, micro_batch: int) -> None:
+        """G2: and nothing that a survivor finished meanwhile (a claim was dealt again, P4)."""
+        self._not_twice(worker, step, micro_batch)
+        self._done[step, micro_batch].add(worker.id)
+
+    def _not_twice(self, worker: SimWorker, step: int, micro_batch: int) -> None:
+        if not self.counts(worker):
+            return
+        for other in self._done[step, micro_batch]:
+            process = self.sim.workers[other]
+            if self.counts(process) and process.member.committed < step and not process.leaving:
+                self.wrong(f"G2: w{worker.id} computes {step}.{micro_batch}, which w{other} has")
+
+    # ── committing ──────────────────────────────────────────────────────────────────────────────────
+
+    def entered(self, worker: SimWorker, step: int, sums: tuple[Expression, ...]) -> None:
+        """G1: the sum is the canonical one, from the state that this worker has."""
+        right = symbols.canonical(self.sim.shape, step, worker.state.digest)
+        if sums != right:
+            self.wrong(f"G1: w{worker.id} commits step {step} with {sums}, not {right}")
+
+    def committed(self, worker: SimWorker, step: int, digest: str) -> None:
+        """G1: whoever commits a step, commits the same."""
+        self.commits += 1
+        if not self.counts(worker):
+            return
+        known = self._epoch.setdefault(step, digest)
+        if known != digest:
+            self.wrong(f"G1: step {step} was committed as {known}, now as {digest} by w{worker.id}")
+
+    def healed(self, worker: SimWorker, session: Session, state: State) -> None:
+        """P14: what is swapped in is one state that the job reached."""
+        if state.digest != session.digest:
+            self.wrong(f"P14: w{worker.id} took {state.digest} for {session.digest} at step {session.step}")
+        known = self._epoch.get(session.step)
+        if known is not None and known != state.digest and self.counts(worker):
+            self.wrong(f"P14: w{worker.id} took {state.digest} at step {session.step}, which is {known}")
+
+    def evaluated(self, worker: SimWorker, step: int, answer: msg.EvaluationAll) -> None:
+        """Everybody gets all results, in order."""
+        right = tuple({"value": symbols.value(step, item)} for item in range(2))
+        if answer.values != right:
+            self.wrong(f"w{worker.id} got {answer.values} for the evaluation after step {step}")
+
+    # ── the coordinator ─────────────────────────────────────────────────────────────────────────────
+
+    def stale(self, action: Stale) -> None:
+        """G3: nobody who holds the state is thrown away."""
+        worker = self.sim.workers[action.worker]
+        member = worker.member
+        holds = worker.alive and not member.healing and (member.plan is not None or member.committed >= 0)
+        if holds and not worker.excluded:
+            self.wrong(f"G3: w{worker.id} is ended although it has step {member.committed}: {action.reason}")
+
+    def event(self, name: str, fields: dict[str, Any]) -> None:
+        """A line of events.jsonl."""
+        if name == "generation_opened":
+            reason = fields["reason"]
+            if reason == "start":
+                self._start_over(fields["base"])
+            elif reason not in ("switch", "stop") and not self.sim.faults.disturbing:
+                self.wrong(f"generation {fields['generation']} interrupts training without a fault")
+        elif name == "digest_differs" and self.sim.schedule.seeded:
+            self.wrong(f"P18: {fields}")
+
+    def _start_over(self, base: int) -> None:
+        holders = [w for w in self.sim.workers.values() if self.counts(w) and w.member.plan is not None]
+        ahead = [w.id for w in holders if w.member.committed > base and not w.member.healing]
+        if ahead:
+            self.wrong(f"G3: the job starts over after step {base} although {ahead} have more")
+        if self._epoch and max(self._epoch) > base:
+            self._epoch = {step: digest for step, digest in self._epoch.items() if step <= base}
+            self._epochs.append(self._epoch)
+            self._done.clear()
+
+    def trouble(self, worker: SimWorker, peer: WorkerId) -> None:
+        """P12: a connection that is in use is not taken away without a fault."""
+        if not self.sim.faults.disturbing and not self.sim.workers[peer].leaving and not self.sim.ending:
+            self.wrong(f"P12: w{worker.id} lost its connection to w{peer} without a fault")
+
+    def written(self, record: Record) -> None:
+        """P18: each step once, in order, as it was committed, and only when all have it."""
+        lines = self.sim.durable.records
+        if record.step != len(lines):
+            self.wrong(f"P18: line {len(lines)} of metrics.jsonl is step {record.step}")
+        if record.digest not in {epoch.get(record.step) for epoch in self._epochs}:
+            self.wrong(f"P18: step {record.step} is written with digest {record.digest!r}")
+        if record.loss != symbols.loss(self.sim.shape, record.step):
+            self.wrong(f"P18: step {record.step} is written with loss {record.loss}")
+        for worker in self.sim.workers.values():
+            member = worker.member
+            working = self.counts(worker) and member.plan is not None and not member.left
+            if working and not worker.leaving and member.committed < record.step:
+                self.wrong(f"P18: step {record.step} is written, but w{worker.id} has not committed it")
+
+    def published(self, written: msg.CheckpointWritten) -> None:
+        """G4, G5: a checkpoint is a state that the job reached and wrote down."""
+        if written.digest not in {epoch.get(written.step) for epoch in self._epochs}:
+            self.wrong(f"G5: a checkpoint of step {written.step} is {written.digest}")
+        if written.step >= len(self.sim.durable.records):
+            self.wrong(f"P18: a checkpoint of step {written.step} comes before its line")
+
+    def ended(self, exit_code: int, message: str) -> None:
+        """P17: all steps are written, the last state is saved, everybody is done."""
+        sim, durable = self.sim, self.sim.durable
+        if exit_code == 143 and "before training" in message:
+            return
+        last = len(durable.records) - 1
+        if exit_code not in (0, 143) or (exit_code == 143 and not sim.stopped):
+            self.wrong(f"the job ended with {exit_code}: {message}")
+        if exit_code == 0 and last != sim.shape.until - 1:
+            self.wrong(f"P17: the job ended, but metrics.jsonl ends with step {last}")
+        ahead = [w.id for w in sim.workers.values() if self.counts(w) and w.member.committed > last]
+        if ahead:
+            self.wrong(f"P18: the job ended, but {ahead} committed more than step {last}")
+        if sim.schedule.checkpoint_every and last >= 0:
+            newest = max((step for step, _ in durable.checkpoints.values()), default=-1)
+            if newest != last:
+                self.wrong(f"P17: the job ended after step {last}, its last checkpoint is of {newest}")
+
+    def heard(self, worker: WorkerId, body: msg.WorkerMessage) -> None:
+        """A worker's message reached the coordinator."""
