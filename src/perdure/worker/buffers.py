@@ -28,13 +28,17 @@ class Buffers:
         self.nbytes = sum(tensor.nbytes for tensor in self._changing)
         self._committed: list[torch.Tensor] = []
         self._left: torch.Tensor | None = None
-        self.note_committed()
+        self.note_restored()
 
     def note_committed(self) -> None:
-        """The live values are the committed ones now."""
+        """A step was committed: the live values are the committed ones now."""
+        self.note_restored()
+        self._left = None
+
+    def note_restored(self) -> None:
+        """The state was taken from elsewhere; block 0's values of the next step may be here already."""
         self._committed = [tensor.detach().clone() for tensor in self._changing]
         self._versions = [tensor._version for _, tensor in self._constant]
-        self._left = None
 
     def put_back(self) -> None:
         """Make the live values the committed ones."""

@@ -17,7 +17,8 @@ from typing import Protocol
 
 from perdure.worker.frames import HEAD_BYTES, Head, parse_head
 
-_STAGE_BYTES = 256 << 10
+# Small: what a payload leaves in it has to be copied once more.
+_STAGE_BYTES = 16 << 10
 _GATHER = 256
 # What one peer may bring in before the others have their turn.
 _BURST_BYTES = 8 << 20

@@ -22,8 +22,8 @@ from torch import Tensor
 from perdure.schema.errors import ProtectError, ProtocolError
 from perdure.schema.plan import Span
 
-BUCKET_BYTES = 4 << 20
-FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 8 << 20
+FIRST_BUCKET_BYTES = 2 << 20
 _BUCKETS_MAX = 128
 # Shards begin at multiples of this many elements, so that two owners share no cache line.
 _SHARD_UNIT = 64

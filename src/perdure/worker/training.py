@@ -115,7 +115,7 @@ class Training:
     def restored(self) -> None:
         """The state was taken from elsewhere."""
         self._digests = {}
-        self.buffers.note_committed()
+        self.buffers.note_restored()
 
 
 def _parameters(objects: Mapping[str, object]) -> tuple[list[str], list[torch.Tensor]]:
