@@ -144,7 +144,7 @@ class Bamboo:
     def begin(self, work: Workload, nodes: Sequence[int]) -> Layout | None:
         depth = self.depth(work)
         count = len(nodes) // depth
-        if count == 0 or self._steps(work, count, depth) is None:
+        if count == 0 or len(nodes) < work.nodes_min or self._steps(work, count, depth) is None:
             return None
         pipelines = tuple(new_pipeline(nodes[i * depth : (i + 1) * depth]) for i in range(count))
         return self._layout(work, BambooLayout(pipelines, tuple(nodes[count * depth :]), None, depth))

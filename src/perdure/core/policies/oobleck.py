@@ -43,6 +43,7 @@ from perdure.core.policies.oobleck_plan import (
     Reconfigured,
     Restart,
     distribute,
+    fetches,
     partitions,
     reconfigure,
 )
@@ -98,6 +99,7 @@ class Oobleck:
     def __init__(self, settings: OobleckSettings) -> None:
         self.settings = settings
         self._kits: dict[str, Kit] = {}
+        self._spans: dict[str, _Spans] = {}
         self._steps: dict[tuple[str, tuple[int, ...]], float] = {}
         self._sizes: dict[tuple[str, int], tuple[int, ...] | None] = {}
         self._rates: dict[tuple[str, int], BestRates] = {}
@@ -190,20 +192,20 @@ class Oobleck:
         kit, profile = self.kit(work), work.profile
         if kit.templates is None or profile is None:
             return work.ideal_step_s(sum(chosen))
-        found = [kit.templates.template(size) for size in chosen]
-        templates = [template for template in found if template is not None]
-        if len(templates) < len(chosen):
+        found = {size: kit.templates.template(size) for size in set(chosen)}
+        templates = {size: template for size, template in found.items() if template is not None}
+        if len(templates) < len(found):
             return math.inf
-        shares = distribute(
-            kit.micro_batches, [t.fill_s for t in templates], [t.slowest_s for t in templates]
-        )
+        fill = {size: template.fill_s for size, template in templates.items()}
+        slowest = {size: template.slowest_s for size, template in templates.items()}
+        shares = distribute(kit.micro_batches, [fill[n] for n in chosen], [slowest[n] for n in chosen])
         if shares is None:
             return math.inf
-        latency_s = max(t.latency_s(share) for t, share in zip(templates, shares, strict=True))
-        most = max(
-            len(template.layers_of(node)) for template in set(templates) for node in range(template.nodes)
-        )
-        gradients = 2 * profile.parameters_per_layer * most
+        # Of pipelines of one size the one with the largest share is last.
+        largest = dict(sorted(zip(chosen, shares, strict=True)))
+        latency_s = max(templates[size].latency_s(share) for size, share in largest.items())
+        spans = [len(t.layers_of(node)) for t in templates.values() for node in range(t.nodes)]
+        gradients = 2 * profile.parameters_per_layer * max(spans)
         return latency_s + profile.all_reduce_s(gradients, len(chosen), work.node_bytes_s)
 
     def _lose(self, work: Workload, view: View, fault: Fault) -> Decision:
@@ -251,28 +253,9 @@ class Oobleck:
         layout = None if chosen is None else self._layout(work, _dealt(before, take, chosen))
         if layout is None or layout.speed.step_s >= view.layout.speed.step_s:
             return None
-        moved = Reconfigured(layout.detail, (), self._fetches(work, before, layout.detail))
+        moved = Reconfigured(layout.detail, (), fetches(before, layout.detail, self._layers_of(work)))
         reason = f"{len(take)} nodes more: {len(layout.detail)} pipelines are instantiated"
         return Decision(layout, reason, stages=self._reconfiguration(work, moved), take=take)
-
-    def _fetches(self, work: Workload, before: Pipelines, after: Pipelines) -> dict[int, tuple[int, ...]]:
-        """The layers that nodes lack in their new places."""
-        span = self._layers_of(work)
-        kept = set(before)
-        changed = [pipeline for pipeline in after if pipeline not in kept]
-        moving = {node for pipeline in changed for node in pipeline}
-        had = {
-            node: span(len(pipeline), index)
-            for pipeline in before
-            if not moving.isdisjoint(pipeline)
-            for index, node in enumerate(pipeline)
-        }
-        none = range(0)
-        return {
-            node: tuple(layer for layer in span(len(pipeline), index) if layer not in had.get(node, none))
-            for pipeline in changed
-            for index, node in enumerate(pipeline)
-        }
 
     def _reconfiguration(self, work: Workload, change: Reconfigured) -> tuple[Stage, ...]:
         if self.settings.reconfigure_s is not None:
@@ -285,12 +268,16 @@ class Oobleck:
         return (Stage("restart", self.settings.restart_s), Stage("load", read_bytes=work.state_bytes))
 
     def _layers_of(self, work: Workload) -> _Spans:
-        kit = self.kit(work)
-        return _Spans(kit.templates, kit.layers)
+        if work.name not in self._spans:
+            kit = self.kit(work)
+            self._spans[work.name] = _Spans(kit.templates, kit.layers)
+        return self._spans[work.name]
 
     def _layout(self, work: Workload, pipelines: Pipelines) -> Layout | None:
         chosen = tuple(sorted(len(pipeline) for pipeline in pipelines))
         nodes = sum(chosen)
+        if nodes < work.nodes_min:
+            return None
         if work.name in self.settings.measured:
             return self.settings.measured_layout(work, nodes, pipelines)
         step_s = self.step_s(work, chosen)

@@ -117,28 +117,27 @@ def regroup(pipelines: Pipelines, lost: frozenset[int], least: int) -> tuple[Pip
     A pipeline that keeps `least` nodes goes on with them; one that does not borrows from the largest while
     that keeps `least`; when nobody can lend, those that are short are merged, and if even together they
     are short, the smallest of the others is merged with them. The result has as many pipelines as the
-    nodes left allow unless more were there before. There must be `least` survivors.
+    nodes left allow unless more were there before. There must be `least` survivors. Pipelines that stay
+    are the same objects.
     """
-    alive = [[node for node in pipeline if node not in lost] for pipeline in pipelines]
-    touched = [len(rest) < len(pipeline) for rest, pipeline in zip(alive, pipelines, strict=True)]
-    steps = []
-    for index, rest in enumerate(alive):
-        if touched[index] and len(rest) >= least:
-            steps.append(f"pipeline {index} goes on with {len(rest)} nodes")
-    lenders = [(-len(rest), index) for index, rest in enumerate(alive) if len(rest) > least]
-    heapq.heapify(lenders)
-    for index, rest in enumerate(alive):
-        while rest and len(rest) < least and lenders:
-            _, lender = heapq.heappop(lenders)
-            rest.append(alive[lender].pop())
-            steps.append(f"pipeline {index} borrows node {rest[-1]} from pipeline {lender}")
-            if len(alive[lender]) > least:
-                heapq.heappush(lenders, (-len(alive[lender]), lender))
-    whole = [rest for rest in alive if len(rest) >= least]
-    pool = [node for rest in alive if len(rest) < least for node in rest]
+    after: list[tuple[int, ...]] = list(pipelines)
+    steps, short = [], []
+    for index in hit(pipelines, lost):
+        after[index] = tuple(node for node in pipelines[index] if node not in lost)
+        if len(after[index]) >= least:
+            steps.append(f"pipeline {index} goes on with {len(after[index])} nodes")
+        elif after[index]:
+            short.append(index)
+    if short:
+        lenders = [(-len(rest), index) for index, rest in enumerate(after) if len(rest) > least]
+        heapq.heapify(lenders)
+        for index in short:
+            _borrow(after, index, lenders, least, steps)
+    pool = tuple(node for index in short if len(after[index]) < least for node in after[index])
+    whole = [rest for rest in after if len(rest) >= least]
     if pool and len(pool) < least:
-        whole.sort(key=len, reverse=True)
-        pool = whole.pop() + pool
+        smallest = min(range(len(whole)), key=lambda index: len(whole[index]))
+        pool = whole.pop(smallest) + pool
     if pool:
         count = len(pool) // least
         steps.append(f"{len(pool)} nodes of short pipelines are merged into {count}")
@@ -148,7 +147,66 @@ def regroup(pipelines: Pipelines, lost: frozenset[int], least: int) -> tuple[Pip
             stop = start + size + (index < more)
             whole.append(pool[start:stop])
             start = stop
-    return tuple(tuple(nodes) for nodes in whole), tuple(steps)
+    return tuple(whole), tuple(steps)
+
+
+def hit(pipelines: Pipelines, lost: frozenset[int]) -> list[int]:
+    """The pipelines that have lost a node."""
+    if len(lost) == 1:
+        (node,) = lost
+        return [index for index, pipeline in enumerate(pipelines) if node in pipeline]
+    return [index for index, pipeline in enumerate(pipelines) if not lost.isdisjoint(pipeline)]
+
+
+def _borrow(
+    after: list[tuple[int, ...]], index: int, lenders: list[tuple[int, int]], least: int, steps: list[str]
+) -> None:
+    """Pipeline `index` takes nodes from the largest ones until it has `least` or nobody can lend."""
+    while len(after[index]) < least and lenders:
+        _, lender = heapq.heappop(lenders)
+        node = after[lender][-1]
+        after[lender] = after[lender][:-1]
+        after[index] = (*after[index], node)
+        steps.append(f"pipeline {index} borrows node {node} from pipeline {lender}")
+        if len(after[lender]) > least:
+            heapq.heappush(lenders, (-len(after[lender]), lender))
+
+
+def lost_layer(
+    pipelines: Pipelines, lost: frozenset[int], layers_of: Callable[[int, int], range], layers: int
+) -> int | None:
+    """A layer that no survivor holds, or None. An intact pipeline holds them all."""
+    if len(hit(pipelines, lost)) < len(pipelines):
+        return None
+    missing = set(range(layers))
+    for pipeline in pipelines:
+        for index, node in enumerate(pipeline):
+            if node not in lost:
+                missing.difference_update(layers_of(len(pipeline), index))
+    return min(missing) if missing else None
+
+
+def fetches(
+    before: Pipelines, after: Pipelines, layers_of: Callable[[int, int], range]
+) -> dict[int, tuple[int, ...]]:
+    """The layers that nodes of changed pipelines need in their new places and did not hold."""
+    kept = {id(pipeline) for pipeline in before}
+    changed = [pipeline for pipeline in after if id(pipeline) not in kept]
+    stayed = {id(pipeline) for pipeline in after}
+    had = {
+        node: layers_of(len(pipeline), index)
+        for pipeline in before
+        if id(pipeline) not in stayed
+        for index, node in enumerate(pipeline)
+    }
+    found = {}
+    for pipeline in changed:
+        for index, node in enumerate(pipeline):
+            mine = had.get(node, range(0))
+            wanted = tuple(layer for layer in layers_of(len(pipeline), index) if layer not in mine)
+            if wanted:
+                found[node] = wanted
+    return found
 
 
 def reconfigure(
@@ -165,27 +223,11 @@ def reconfigure(
     survivor of a changed pipeline fetches the layers that its new place needs and that it did not hold,
     parameters and optimizer state, from any live holder.
     """
-    survivors = sum(len(pipeline) for pipeline in pipelines) - len(lost)
-    held: dict[int, range] = {}
-    missing = set(range(layers))
-    for pipeline in pipelines:
-        for index, node in enumerate(pipeline):
-            if node not in lost:
-                held[node] = layers_of(len(pipeline), index)
-                if missing:
-                    missing.difference_update(held[node])
+    survivors = sum(map(len, pipelines)) - len(lost)
     if survivors < least:
         return Restart(f"{survivors} nodes are left, a pipeline needs {least}", False)
-    if missing:
-        return Restart(f"layer {min(missing)} has no live holder", True)
+    missing = lost_layer(pipelines, lost, layers_of, layers)
+    if missing is not None:
+        return Restart(f"layer {missing} has no live holder", True)
     after, steps = regroup(pipelines, lost, least)
-    before = set(pipelines)
-    fetches = {}
-    for pipeline in after:
-        if pipeline in before:
-            continue
-        for index, node in enumerate(pipeline):
-            wanted = tuple(layer for layer in layers_of(len(pipeline), index) if layer not in held[node])
-            if wanted:
-                fetches[node] = wanted
-    return Reconfigured(after, steps, fetches)
+    return Reconfigured(after, steps, fetches(pipelines, after, layers_of))

@@ -81,8 +81,6 @@ class Templates:
     `layer_s[q]` gives each layer's seconds on q GPUs; q are powers of two up to `gpus_per_node`.
     """
 
-    SEARCHED = 2048  # layers × nodes × GPUs of a node up to which every partition is searched
-
     def __init__(self, layer_s: dict[int, Sequence[float]], gpus_per_node: int) -> None:
         self._seconds = {gpus: tuple(times) for gpus, times in layer_s.items() if gpus <= gpus_per_node}
         self._gpus = gpus_per_node
@@ -98,15 +96,16 @@ class Templates:
     def _make(self, nodes: int) -> Template | None:
         if not 1 <= nodes <= self.layers:
             return None
-        uniform = all(max(times) - min(times) <= 1e-12 * max(times) for times in self._seconds.values())
-        if uniform and nodes * self.layers * self._gpus > self.SEARCHED:
+        if all(max(times) - min(times) <= 1e-12 * max(times) for times in self._seconds.values()):
             return self._even(nodes)
-        return _search(tuple(sorted(self._seconds.items())), self._gpus, nodes)
+        return search(tuple(sorted(self._seconds.items())), self._gpus, nodes)
 
     def _even(self, nodes: int) -> Template | None:
-        """The best among equal cuts: every node has as many stages, and the longer stages come first.
+        """The best for layers that are all alike: equal stages, the longer ones first.
 
-        With like layers and n·s stages T is 2·Σt + (3·S − 1)·t(0) whatever the order of the shorter ones.
+        With S stages T is then 2·Σt + (3·S − 1)·t(0) whatever the order of the shorter ones, so that the
+        search reduces to the number of GPUs of a stage. A test holds that the full search finds nothing
+        better.
         """
         best: Template | None = None
         for gpus, times in self._seconds.items():
@@ -128,7 +127,7 @@ class Templates:
 
 
 @lru_cache(maxsize=256)
-def _search(seconds: tuple[tuple[int, tuple[float, ...]], ...], gpus: int, nodes: int) -> Template | None:
+def search(seconds: tuple[tuple[int, tuple[float, ...]], ...], gpus: int, nodes: int) -> Template | None:
     """Every partition: the dynamic program for all τ at once, then once more for the best τ to read it
     off.
     """

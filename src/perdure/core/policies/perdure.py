@@ -202,7 +202,8 @@ class Perdure:
         nodes = len(view.held) + len(take) - len(give)
         layout = self.layout(work, nodes)
         if layout is None:
-            return Decision(None, f"{nodes} nodes are too few", take=take, release=give)
+            reason = f"{nodes} nodes are too few"
+            return Decision(None, reason, take=take, release=give, save_first=before is not None)
         if before is None:
             stages = (Stage("start", self.settings.start_s), Stage("load", read_bytes=work.state_bytes))
             return Decision(layout, "starts", stages=stages, take=take, release=give)

@@ -19,6 +19,7 @@ worker, the live workers of that stage (its peers, which hold the same parameter
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -44,13 +45,15 @@ HOLE = -1
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Who works where: `nodes[d·P + s]` is the node of stage s of pipeline d, or `HOLE`. `extra` nodes
-    wait.
+    """Who works where: `nodes[d·P + s]` is the node of stage s of pipeline d, or `HOLE`.
+
+    `holes` are the places that are empty; `extra` nodes wait.
     """
 
     nodes: tuple[int, ...]
     depth: int
     extra: tuple[int, ...] = ()
+    holes: tuple[int, ...] = ()
 
     @property
     def data(self) -> int:
@@ -59,26 +62,35 @@ class Slots:
     @property
     def peers_least(self) -> int:
         """The live workers of the stage that has the fewest."""
-        holes = [index % self.depth for index, node in enumerate(self.nodes) if node == HOLE]
-        return self.data - max((holes.count(stage) for stage in set(holes)), default=0)
+        missing = Counter(place % self.depth for place in self.holes)
+        return self.data - max(missing.values(), default=0)
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """All nodes, those that wait last."""
+        return tuple(node for node in self.nodes if node != HOLE) + self.extra
 
     def without(self, lost: frozenset[int]) -> Slots:
         """A hole wherever a lost node was; waiting nodes fill holes."""
-        extra = [node for node in self.extra if node not in lost]
-        if lost.isdisjoint(self.nodes):
-            return Slots(self.nodes, self.depth, tuple(extra))
-        nodes = tuple(HOLE if node in lost else node for node in self.nodes)
-        return Slots(nodes, self.depth, tuple(extra)).filled()
+        extra = tuple(node for node in self.extra if node not in lost)
+        gone = lost.difference(self.extra)
+        if not gone:
+            return Slots(self.nodes, self.depth, extra, self.holes)
+        nodes, places = list(self.nodes), [self.nodes.index(node) for node in gone]
+        for place in places:
+            nodes[place] = HOLE
+        return Slots(tuple(nodes), self.depth, extra, tuple(sorted((*self.holes, *places)))).filled()
 
     def filled(self, more: tuple[int, ...] = ()) -> Slots:
-        """Waiting nodes and `more` put into holes, the first hole first."""
-        waiting = [*more, *self.extra]
-        if not waiting or HOLE not in self.nodes:
-            return Slots(self.nodes, self.depth, tuple(waiting))
+        """Waiting nodes, `more` first, put into holes, the first hole first."""
+        waiting = (*more, *self.extra)
+        count = min(len(waiting), len(self.holes))
+        if count == 0:
+            return Slots(self.nodes, self.depth, waiting, self.holes)
         nodes = list(self.nodes)
-        while waiting and HOLE in nodes:
-            nodes[nodes.index(HOLE)] = waiting.pop(0)
-        return Slots(tuple(nodes), self.depth, tuple(waiting))
+        for place, node in zip(self.holes[:count], waiting[:count], strict=True):
+            nodes[place] = node
+        return Slots(tuple(nodes), self.depth, waiting[count:], self.holes[count:])
 
 
 def rerouted_step_s(grid: Grid, peers_least: int) -> float:
@@ -159,13 +171,14 @@ class Recycle:
             return Decision(None, "waits for more nodes", detect_s, returning=returning)
         take = tuple(view.free[: max(0, view.nominal - len(view.held) + len(returning))])
         before: Slots = view.layout.detail
-        after = Slots(before.nodes, before.depth, before.extra + take).without(lost)
+        after = Slots(before.nodes, before.depth, before.extra + take, before.holes).without(lost)
+        placed = len(lost.union(before.extra, take)) - len(lost) > len(after.extra)
         if after.peers_least > 0:
-            stages = (Stage("reroute", settings.reroute_s), self._copy(work, before, after))
+            stages = (Stage("reroute", settings.reroute_s), self._copy(work, after, placed))
             layout = self._layout(work, after)
             reason = f"micro-batches go to {after.peers_least} of {after.data} peers"
             return Decision(layout, reason, detect_s, stages, Lost.STEP, take=take, returning=returning)
-        nodes = tuple(node for node in after.nodes if node != HOLE) + after.extra
+        nodes = after.live
         layout = self.begin(work, nodes)
         reason = "a stage has no live peer: restarts from the checkpoint"
         return Decision(
@@ -194,25 +207,25 @@ class Recycle:
         before: Slots = view.layout.detail
         after = before.filled(take)
         if len(after.extra) >= after.depth:  # whole pipelines more: a new grid, its state copied from peers
-            layout = self.begin(work, tuple(node for node in after.nodes if node != HOLE) + after.extra)
+            layout = self.begin(work, after.live)
             reason = "builds further pipelines"
         else:
             layout = self._layout(work, after)
             reason = f"{len(take)} nodes fill holes or wait"
-        stages = (Stage("reroute", settings.reroute_s), self._copy(work, before, after))
+        placed = len(before.holes) > len(after.holes) or len(after.extra) >= after.depth
+        stages = (Stage("reroute", settings.reroute_s), self._copy(work, after, placed))
         return Decision(layout, reason, stages=stages, take=take)
 
-    def _copy(self, work: Workload, before: Slots, after: Slots) -> Stage:
+    def _copy(self, work: Workload, slots: Slots, placed: bool) -> Stage:
         """State that nodes new in their place get from a peer: one stage each, all at the same time."""
-        moved = before.nodes != after.nodes and any(
-            node not in (HOLE, old) for old, node in zip(before.nodes, after.nodes, strict=False)
-        )
-        return Stage("copy", work.state_bytes / after.depth / work.node_bytes_s if moved else 0.0)
+        return Stage("copy", work.state_bytes / slots.depth / work.node_bytes_s if placed else 0.0)
 
     def _layout(self, work: Workload, slots: Slots) -> Layout | None:
-        live = len(slots.nodes) - slots.nodes.count(HOLE)
+        live = len(slots.nodes) - len(slots.holes)
         least = slots.peers_least
         gpus = live * work.gpus_per_node
+        if live < work.nodes_min:
+            return None
         if work.name in self.settings.measured:
             return self.settings.measured_layout(work, live, slots)
         if work.profile is None:

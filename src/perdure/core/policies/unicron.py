@@ -176,7 +176,9 @@ class Unicron:
         layout = self.layout(work, nodes)
         take = tuple(view.free)
         if layout is None:
-            return Decision(None, f"{nodes} nodes are too few", take=take, release=view.give)
+            running = view.layout is not None
+            reason = f"{nodes} nodes are too few"
+            return Decision(None, reason, take=take, release=view.give, save_first=running)
         lost = Lost.NOTHING if view.layout is not None else Lost.CHECKPOINT
         stages = self.reconfiguration(work, view.layout, nodes, lost)
         return Decision(layout, f"the plan gives {nodes} nodes", stages=stages, take=take, release=view.give)

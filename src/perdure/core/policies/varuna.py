@@ -99,7 +99,9 @@ class VarunaSettings(Detection, frozen=True):
     restart_by_nodes: tuple[Measurement, ...] = ()
     """Measured `[nodes, seconds]` pairs that rule instead of `restart_s`."""
     rendezvous_s: Annotated[float, assumed("until all workers have met, s", 0, 60, "worse")] = 10.0
-    save_every_steps: Annotated[int, Meta(ge=1)] = 10
+    save_every_s: Annotated[float, assumed("between checkpoints, s", 600, 7200, "either", above=0)] = 1800.0
+    save_every_steps: Annotated[int, Meta(ge=1)] | None = None
+    """Steps between checkpoints, where they are counted; rules instead of `save_every_s`."""
     save_s: Annotated[float, Meta(ge=0)] | None = None
     """How long a checkpoint stalls the job; None: as long as the shared storage takes to write it."""
 
@@ -134,12 +136,15 @@ class Varuna:
         return None
 
     def saving(self, work: Workload, layout: Layout) -> Saving:
-        every = self.settings.save_every_steps
-        if self.settings.save_s is not None:
-            return Saving(every_steps=every, stall_s=self.settings.save_s)
-        return Saving(every_steps=every, write_bytes=work.state_bytes, waits=True)
+        settings = self.settings
+        every_s = settings.save_every_s if settings.save_every_steps is None else None
+        if settings.save_s is not None:
+            return Saving(every_s, settings.save_every_steps, stall_s=settings.save_s)
+        return Saving(every_s, settings.save_every_steps, write_bytes=work.state_bytes, waits=True)
 
     def _cut(self, work: Workload, nodes: int) -> Layout | None:
+        if nodes < work.nodes_min:
+            return None
         if work.name in self.settings.measured:
             return self.settings.measured_layout(work, nodes)
         if work.profile is None:

@@ -1,0 +1,89 @@
+"""From a scenario to what a simulation takes: jobs with their speeds, the planner, and a trace for a seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from perdure.core.cost import expected_running, node_loss_rate, transition_seconds
+from perdure.core.curve import job_curve
+from perdure.core.gpus import gpu_kind
+from perdure.core.policies import POLICIES, make
+from perdure.core.policies.base import Policy
+from perdure.core.policies.work import workload
+from perdure.schema.cluster import Scenario
+from perdure.schema.errors import UsageError
+from perdure.sim.cluster import JobSpec, Result, Setup, simulate
+from perdure.sim.dealing import Planner
+from perdure.sim.generators import generate
+from perdure.sim.happenings import Trace
+from perdure.sim.studies import rates_of_table
+from perdure.sim.traces import read_trace
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scenario made ready; `policies` keep the plans and templates that they have made, over all runs."""
+
+    scenario: Scenario
+    setup: Setup
+    planner: Planner
+    policies: Mapping[str, Policy]
+
+    def trace(self, seed: int) -> Trace:
+        """What happens to the nodes; the same for every policy. Raises `UsageError`."""
+        return trace_of(self.scenario, seed)
+
+    def run(self, policy: str, trace: Trace, keep_log: bool = False) -> Result:
+        """One run of a policy by its name."""
+        return simulate(self.setup, self.policies[policy], trace, self.planner, keep_log)
+
+
+def trace_of(scenario: Scenario, seed: int) -> Trace:
+    """Read or draw the happenings of a scenario; both where it has a trace and preemptions or slow nodes."""
+    cluster, days = scenario.cluster, scenario.simulate.days
+    if cluster.trace is None:
+        return generate(cluster, days, seed)
+    table = rates_of_table(cluster)
+    if table is not None:
+        return generate(table, days, seed)
+    return read_trace(cluster, seed)
+
+
+def prepare(scenario: Scenario, names: tuple[str, ...]) -> Case:
+    """Make `scenario` ready for the policies `names`. Raises `UsageError`."""
+    unknown = [name for name in scenario.policy if name not in POLICIES]
+    if unknown:
+        raise UsageError(f"policy.{unknown[0]}: unknown policy, expected one of {', '.join(POLICIES)}")
+    policies = {name: make(name, scenario.policy.get(name)) for name in names}
+    cluster = scenario.cluster
+    kind = gpu_kind(scenario)
+    curves = [job_curve(job, cluster, kind) for job in scenario.job]
+    works = [workload(curve) for curve in curves]
+    setup = Setup(
+        nodes=cluster.nodes,
+        spares=cluster.spares,
+        gpus_per_node=cluster.gpus_per_node,
+        storage_bytes_s=cluster.storage_gb_s * 1e9,
+        span_s=scenario.simulate.days * 86_400.0,
+        jobs=tuple(
+            JobSpec(work, job.arrive_hours * 3600.0, float(job.steps or math.inf))
+            for work, job in zip(works, scenario.job, strict=True)
+        ),
+    )
+    transitions = [transition_seconds(curve, scenario) for curve in curves]
+    planner = Planner(works, transitions, cluster.nodes, expected_running(loss_rate(scenario)))
+    return Case(scenario, setup, planner, policies)
+
+
+def loss_rate(scenario: Scenario) -> float:
+    """Losses per node and second that planners believe in: the cluster's own, or those that its trace had."""
+    cluster = scenario.cluster
+    if cluster.mtbf_hours_per_node is not None:
+        return node_loss_rate(cluster)
+    table = rates_of_table(cluster)
+    if table is not None:
+        return node_loss_rate(table)
+    span_s = scenario.simulate.days * 86_400.0
+    return read_trace(cluster).losses / (span_s * (cluster.nodes + cluster.spares))
