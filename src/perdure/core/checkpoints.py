@@ -75,7 +75,9 @@ class Checkpoints:
         return [Ask(writer, step)]
 
     def final(self, step: int, writer: WorkerId) -> list[Action]:
-        """Ask for the last state, at the end."""
+        """Ask for the last state, at the end, unless it is being written or waits to be published."""
+        if self.asked == (writer, step) or (self._written is not None and self._written.step == step):
+            return []
         self.asked, self._written = (writer, step), None
         return [Ask(writer, step)]
 

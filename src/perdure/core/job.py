@@ -333,12 +333,7 @@ class Job:
         self._ask_checkpoint(now)
 
     def _on_trouble(self, worker: Worker, message: msg.Trouble, now: float) -> None:
-        current = self.membership.current
-        if (
-            current is not None
-            and message.generation == current.generation
-            and self.membership.opening is None
-        ):
+        if self.membership.concerns(message.generation):
             self._troubles.setdefault(message.peer, (message.generation, now))
 
     def _on_refusal(self, worker: Worker, message: msg.Refusal, now: float) -> None:
@@ -362,7 +357,7 @@ class Job:
         )
 
     def _on_healed(self, worker: Worker, message: msg.Healed, now: float) -> None:
-        self.membership.healed(worker.id)
+        self._carry(self.membership.healed(worker.id), now)
         self._event(
             "healed",
             worker=worker.id,
@@ -392,8 +387,7 @@ class Job:
 
     def _on_finished(self, worker: Worker, message: msg.Finished, now: float) -> None:
         worker.finished = message.step
-        if message.record is not None:
-            self._record(message.record, now)
+        worker.last_record = message.record
 
     def _on_restored(self, worker: Worker, message: msg.Restored, now: float) -> None:
         self._restoring = None
@@ -542,6 +536,9 @@ class Job:
         self.phase = "saving"
         step = self.staff.workers[members[0]].finished
         assert step is not None
+        for record in [self.staff.workers[w].last_record for w in members]:
+            if record is not None:
+                self._record(record, now)  # P18: now all are known to have the last step
         self._exit_code = 128 + self.stopping if self.stopping and step + 1 < self._until() else 0
         writers = [w for w in members if self.staff.workers[w].node == self.settings.home_node] or list(
             members

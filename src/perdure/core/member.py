@@ -456,7 +456,7 @@ class Member:
         self.prepared = self._announced = None
         self._offers = {}
         self.round = Round()
-        self.must_commit = self.left = self.ended = False
+        self.must_commit = self.left = self.ended = self.healing = False
         self.formed = {generation for generation in self.formed if generation >= plan.generation}
         self._switched_at = base if switched else None
         actions: list[Action] = [Tell(msg.Adopted(plan.generation, base)), Wake()]

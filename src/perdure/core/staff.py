@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from perdure.schema import messages as msg
 from perdure.schema.ids import WorkerId
+from perdure.schema.plan import Record
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Worker:
     released: bool = False
     stopped: bool = False
     finished: int | None = None
+    last_record: Record | None = None
     crash: msg.Crashed | None = None
     progress: msg.Progress | None = None
 

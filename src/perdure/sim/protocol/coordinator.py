@@ -145,6 +145,7 @@ class SimCoordinator:
                     self.agents[node].order(msg.StartWorker(worker, {}))
                 case core.Kill(worker, signum):
                     self.sim.note("coordinator", f"kills w{worker}")
+                    self.sim.workers[worker].excluded = True
                     self.of[worker].order(msg.StopWorker(worker, signum))
                 case core.Event(name, fields):
                     self.sim.note("coordinator", name, fields)

@@ -29,7 +29,7 @@ class Judge:
         self.sim = sim
         self.commits = 0
         self._epoch: dict[int, str] = {}
-        self._epochs: list[dict[int, str]] = [self._epoch]
+        self._reached: dict[int, set[str]] = defaultdict(set)
         self._done: dict[tuple[int, int], set[WorkerId]] = defaultdict(set)
 
     def wrong(self, what: str) -> None:
@@ -38,8 +38,7 @@ class Judge:
 
     def counts(self, worker: SimWorker) -> bool:
         """Whether this worker is one of the job's: alive, and not declared lost (G4)."""
-        coordinator = self.sim.coordinator
-        return worker.alive and coordinator is not None and worker.id in coordinator.job.membership.peers
+        return worker.alive and not worker.excluded
 
     # ── computing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -71,6 +70,7 @@ class Judge:
     def committed(self, worker: SimWorker, step: int, digest: str) -> None:
         """G1: whoever commits a step, commits the same."""
         self.commits += 1
+        self._reached[step].add(digest)
         if not self.counts(worker):
             return
         known = self._epoch.setdefault(step, digest)
@@ -119,7 +119,6 @@ class Judge:
             self.wrong(f"G3: the job starts over after step {base} although {ahead} have more")
         if self._epoch and max(self._epoch) > base:
             self._epoch = {step: digest for step, digest in self._epoch.items() if step <= base}
-            self._epochs.append(self._epoch)
             self._done.clear()
 
     def trouble(self, worker: SimWorker, peer: WorkerId) -> None:
@@ -132,7 +131,7 @@ class Judge:
         lines = self.sim.durable.records
         if record.step != len(lines):
             self.wrong(f"P18: line {len(lines)} of metrics.jsonl is step {record.step}")
-        if record.digest not in {epoch.get(record.step) for epoch in self._epochs}:
+        if record.digest not in self._reached[record.step]:
             self.wrong(f"P18: step {record.step} is written with digest {record.digest!r}")
         if record.loss != symbols.loss(self.sim.shape, record.step):
             self.wrong(f"P18: step {record.step} is written with loss {record.loss}")
@@ -144,7 +143,7 @@ class Judge:
 
     def published(self, written: msg.CheckpointWritten) -> None:
         """G4, G5: a checkpoint is a state that the job reached and wrote down."""
-        if written.digest not in {epoch.get(written.step) for epoch in self._epochs}:
+        if written.digest not in self._reached[written.step]:
             self.wrong(f"G5: a checkpoint of step {written.step} is {written.digest}")
         if written.step >= len(self.sim.durable.records):
             self.wrong(f"P18: a checkpoint of step {written.step} comes before its line")
