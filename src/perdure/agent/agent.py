@@ -128,8 +128,9 @@ class Agent:
             try:
                 waited: list[asyncio.Future[Any]] = [*parts, self._end]
                 done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                for failed in done.difference([self._end]):
-                    failed.result()
+                if self._end not in done:
+                    for failed in done:
+                        failed.result()
                 return self._end.result()
             finally:
                 await self._end_all(parts)
@@ -183,6 +184,7 @@ class Agent:
 
         def started(task: asyncio.Task[None]) -> None:
             del self._starting[order.worker]
+            self._stopped_early.pop(order.worker, None)
             if not task.cancelled() and (error := task.exception()) and not self._end.done():
                 self._end.set_exception(error)
 

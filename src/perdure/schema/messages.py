@@ -173,7 +173,8 @@ class EvaluationResult(Message, frozen=True):
 class Crashed(Message, frozen=True):
     """The script raised (or exited non-zero): said before the process ends.
 
-    `kind` is the exception type's qualified name, `where` the innermost line of the user's own code.
+    `kind` is the exception type's qualified name, `where` the innermost line of the user's own code, as
+    file:line; `user` is set for what a restart cannot mend: wrong use of perdure, a syntax error.
     """
 
     kind: str
