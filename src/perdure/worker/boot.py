@@ -70,7 +70,7 @@ class Context:
 
 
 ENDING = False
-"""True once an exception has left the user's script: a generator that is closed now was not left by `break`."""
+"""True once an exception has left the script: a generator that is closed now was not left by `break`."""
 
 CONTEXT: Context | None = None
 """None when the script runs alone, and in processes that the worker forks."""
