@@ -86,6 +86,8 @@ class Checkpoints:
     ) -> list[Action]:
         """A worker wrote aside; publish when the step is known to be everybody's."""
         self.asked = None
+        if written.step <= self.last:
+            return [Discard(written, f"step {self.last} is in place already")]
         if not member:
             return [Discard(written, "its writer is not a member any more")]
         self._written, self._last_s = written, now

@@ -78,7 +78,7 @@ class Failures:
                 1,
                 f"{death.exception} at {death.where} again without progress: an error of the script",
             )
-        if not reached_first_step:
+        if not reached_first_step and death.kind != "node":
             self._at_start = self._at_start + 1 if death.signature == self._last_at_start else 1
             self._last_at_start = death.signature
             if self._at_start >= LOOP_LIMIT:

@@ -197,6 +197,8 @@ class Job:
             rank = len(self.staff.nodes)
             node = Node(hello.node, hello.host, hello.workers, hello.standby, rank)
             self.staff.nodes[hello.node] = node
+        elif node.lost_at is not None:
+            self._reconnected(hello, now)
         node.lost_at = None
         for seen in hello.seen:
             self._seen(hello, seen, now)
@@ -265,7 +267,7 @@ class Job:
                 seconds=written.seconds,
                 path=path,
             )
-        if self.phase == "saving":
+        if self.phase == "saving" and written.step >= self.records.last:
             self._release()
         return self._go_on(now)
 
@@ -406,13 +408,13 @@ class Job:
 
     def _on_checkpointwritten(self, worker: Worker, message: msg.CheckpointWritten, now: float) -> None:
         member = worker.id in self.membership.members
-        self._carry_checkpoint(self.checkpoints.written(message, member, self.records.digests, now))
+        self._carry_checkpoint(self.checkpoints.written(message, member, self.records.agreed, now))
 
     def _on_checkpointfailed(self, worker: Worker, message: msg.CheckpointFailed, now: float) -> None:
         self._event("checkpoint_refused", step=message.step, path="", message=message.reason)
         self._say(f"checkpoint of step {message.step} failed: {message.reason}; training goes on")
         self.checkpoints.failed(now)
-        if self.phase == "saving":
+        if self.phase == "saving" and message.step >= self.records.last:
             self._release()
 
     def _on_saverequest(self, worker: Worker, message: msg.SaveRequest, now: float) -> None:
@@ -473,6 +475,9 @@ class Job:
 
     def _gather(self, now: float) -> None:
         """Open the first generation when everybody who is expected is at the first step."""
+        if self.stopping:
+            self._end(128 + self.stopping, "every worker was lost before the state could be saved")
+            return
         if self._rejoin_until is not None:
             self._rejoin(now)
             return
@@ -539,7 +544,8 @@ class Job:
         for record in [self.staff.workers[w].last_record for w in members]:
             if record is not None:
                 self._record(record, now)  # P18: now all are known to have the last step
-        self._exit_code = 128 + self.stopping if self.stopping and step + 1 < self._until() else 0
+        # Without `stopping` it was an earlier life of the coordinator that was asked to stop.
+        self._exit_code = 128 + (self.stopping or SIGTERM) if step + 1 < self._until() else 0
         writers = [w for w in members if self.staff.workers[w].node == self.settings.home_node] or list(
             members
         )
@@ -594,7 +600,7 @@ class Job:
             return
         self._gone(worker.id, now)
         if self.phase == "saving":
-            self._saver_lost(worker)
+            self._saver_lost()
 
     def _decide(self, worker: Worker, death: Death, detected_by: str, detect_s: float) -> Decision:
         self._event(
@@ -636,7 +642,7 @@ class Job:
         self._troubles.pop(worker, None)
         self._carry(self.membership.lost(worker), now)
 
-    def _saver_lost(self, worker: Worker) -> None:
+    def _saver_lost(self) -> None:
         """The last checkpoint's writer died: another finished member writes it."""
         left = [w for w in self.staff.workers.values() if w.finished is not None]
         if not left:
@@ -698,6 +704,30 @@ class Job:
         if not self.staff.nodes:
             self._end(1, "every node is lost")
 
+    def _reconnected(self, hello: msg.AgentHello, now: float) -> None:
+        """What was under way when the connection broke is lost: say it again, and ask for positions anew."""
+        there = {seen.worker: seen for seen in hello.seen}
+        for worker in self.staff.on(hello.node):
+            self.checkpoints.lost(worker.id)
+            if self._restoring == worker.id:
+                self._restoring = None
+            if worker.id not in there:
+                del self.staff.workers[worker.id]
+                self._carry_tasks(self.tasks.lost(worker.id))
+                self._gone(worker.id, now)
+                continue
+            ready = there[worker.id].ready
+            if ready is not None and not worker.ready:
+                self._on_ready(worker, ready, now)
+            if worker.stopped:
+                self._kill(worker.id)
+            elif worker.released:
+                self._send(worker.id, msg.Release(self._exit_code))
+        if self.phase == "saving":
+            self._saver_lost()
+        elif self.membership.current is not None or self.membership.opening is not None:
+            self._carry(self.membership.again(), now)
+
     def _seen(self, hello: msg.AgentHello, seen: msg.WorkerSeen, now: float) -> None:
         """A worker that the agent had before this coordinator knew it."""
         if seen.worker in self.staff.workers:
@@ -736,8 +766,7 @@ class Job:
     def _watch_troubles(self, now: float) -> None:
         """P11: a connection that failed without a death is a new generation of the same members."""
         for peer, (generation, since) in list(self._troubles.items()):
-            current = self.membership.current
-            if current is None or current.generation != generation or self.membership.opening is not None:
+            if not self.membership.concerns(generation):
                 del self._troubles[peer]
             elif now - since > TROUBLE_S and peer in self.membership.peers:
                 self._troubles.clear()
@@ -814,6 +843,8 @@ class Job:
                 case ckpt.Discard(written, reason):
                     self._event("checkpoint_refused", step=written.step, path=written.partial, message=reason)
                     self._out.append(Discard(written.partial))
+                    if self.phase == "saving" and written.step >= self.records.last:
+                        self._release()
 
     def _record(self, record: Record, now: float) -> None:
         for written in self.records.add(record):
@@ -829,7 +860,7 @@ class Job:
                 )
         for worker in self.membership.members:
             self._send(worker, msg.Acknowledged(self.records.last))
-        self._carry_checkpoint(self.checkpoints.known(self.records.digests))
+        self._carry_checkpoint(self.checkpoints.known(self.records.agreed))
 
     def _ask_checkpoint(self, now: float) -> None:
         if self.phase != "training":

@@ -122,9 +122,16 @@ class Membership:
         return self.opening is None and (current or generation in self._offers)
 
     @property
+    def _agreed(self) -> Plan | None:
+        """The newest plan in force: an offer that somebody switched to is agreed by all."""
+        switched = [self._offers[generation] for generation, workers in self._switched_by.items() if workers]
+        return switched[0] if switched else self.current
+
+    @property
     def members(self) -> tuple[WorkerId, ...]:
-        """Living members of the newest generation that has a plan."""
-        return tuple(w for w in self.current.ranks if w in self.peers) if self.current else ()
+        """Living members of the newest generation that is in force."""
+        agreed = self._agreed
+        return tuple(w for w in agreed.ranks if w in self.peers) if agreed else ()
 
     @property
     def spare(self) -> tuple[WorkerId, ...]:
@@ -138,6 +145,7 @@ class Membership:
         return (
             self.current is not None
             and self.opening is None
+            and self._agreed is self.current
             and self.adopted_by >= set(self.members)
             and all(self.peers[w].healed for w in self.members)
         )

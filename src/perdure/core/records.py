@@ -30,16 +30,19 @@ class Records:
         """
         Args:
             last: the last step in the file, −1 for an empty one.
-            digests: step → digest of the lines in the file.
+            digests: step → digest of the lines in the file. `agreed` starts as these, and is what the
+                members agreed on last: an unseeded script that had to begin anew has other states.
         """
         self.last = last
         self.digests = dict(digests or {})
+        self.agreed = dict(self.digests)
         self._waiting: dict[int, Record] = {}
 
     def add(self, record: Record) -> list[Write | Differs]:
         """Take a record in; what can be written now, in order."""
         step = record.step
         if step <= self.last:
+            self.agreed[step] = record.digest
             was = self.digests.get(step, "")
             return (
                 [Differs(step, was, record.digest)] if was and record.digest and was != record.digest else []
@@ -49,7 +52,7 @@ class Records:
         while self.last + 1 in self._waiting:
             ready = self._waiting.pop(self.last + 1)
             self.last += 1
-            self.digests[self.last] = ready.digest
+            self.digests[self.last] = self.agreed[self.last] = ready.digest
             out.append(Write(ready))
         return out
 

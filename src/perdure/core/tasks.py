@@ -54,11 +54,12 @@ class Tasks:
         self._tasks: dict[Key, _Task] = {}
 
     def ask(self, worker: WorkerId, key: Key, count: int) -> list[Deal | Answer]:
-        """A worker takes part in a task of `count` items."""
+        """A worker takes part in a task of `count` items. Asked again, it has nothing in hand."""
         for old in [k for k in self._tasks if k[0] < key[0] - 1]:
             del self._tasks[old]
         task = self._tasks.setdefault(key, _Task(count))
-        if worker not in task.idle and worker not in task.working:
+        task.working.pop(worker, None)
+        if worker not in task.idle:
             task.idle.append(worker)
         return self._go_on(key, task)
 

@@ -78,7 +78,7 @@ class SimCoordinator:
     def _watch(self) -> None:
         """Let the judge see when workers are thrown away, and what came of each report."""
         membership, judge = self.job.membership, self.sim.judge
-        report = membership.report
+        report, lost = membership.report, membership.lost
 
         def watched(worker: WorkerId, generation: Generation, position: Position) -> list[object]:
             actions = report(worker, generation, position)
@@ -87,7 +87,12 @@ class SimCoordinator:
                     judge.stale(action)
             return list(actions)
 
+        def excluding(worker: WorkerId, corrupt: bool = False) -> list[object]:
+            self.sim.exclude(worker)
+            return list(lost(worker, corrupt))
+
         membership.report = watched  # type: ignore[method-assign, assignment]
+        membership.lost = excluding  # type: ignore[method-assign, assignment]
 
     # ── in ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -145,7 +150,7 @@ class SimCoordinator:
                     self.agents[node].order(msg.StartWorker(worker, {}))
                 case core.Kill(worker, signum):
                     self.sim.note("coordinator", f"kills w{worker}")
-                    self.sim.workers[worker].excluded = True
+                    self.sim.exclude(worker)
                     self.of[worker].order(msg.StopWorker(worker, signum))
                 case core.Event(name, fields):
                     self.sim.note("coordinator", name, fields)

@@ -151,7 +151,11 @@ class Judge:
     def ended(self, exit_code: int, message: str) -> None:
         """P17: all steps are written, the last state is saved, everybody is done."""
         sim, durable = self.sim, self.sim.durable
-        if exit_code == 143 and "before training" in message:
+        cut = any(fault.kind in ("partition", "blip") for fault in sim.faults.fired)
+        alone = cut and message == "every node is lost"
+        no_checkpoint = not sim.schedule.checkpoint_every and "without checkpoints" in message
+        before = exit_code == 143 and ("before training" in message or "every worker was lost" in message)
+        if alone or no_checkpoint or before:
             return
         last = len(durable.records) - 1
         if exit_code not in (0, 143) or (exit_code == 143 and not sim.stopped):

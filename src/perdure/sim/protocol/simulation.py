@@ -130,6 +130,11 @@ class Simulation:
         self.workers[worker.id] = worker
         self.fabric.enter(worker.id, worker)
 
+    def exclude(self, worker: WorkerId) -> None:
+        """The coordinator has given a worker up: what it does may not count any more (G4)."""
+        if worker in self.workers:
+            self.workers[worker].excluded = True
+
     def next_number(self) -> int:
         """A number that was not used before, for signals that must not look like a crash loop."""
         self._number += 1

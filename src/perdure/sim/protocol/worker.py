@@ -317,10 +317,11 @@ class SimWorker:
     def _evaluate(self, step: int) -> Thread:
         """`job.evaluate` inside the commit: two micro-batches, dealt out among those who ask."""
         self._deals.clear()
-        incarnation = -1
+        asked: Generation | None = None
         while (step, 0) not in self._answers:
-            if incarnation != self.member.sealed.incarnation:
-                incarnation = self.member.sealed.incarnation
+            if asked != self.member.sealed:  # what was dealt or answered may have been lost on the way
+                asked = self.member.sealed
+                self._deals.clear()
                 self.tell(msg.EvaluationAsk(step, 0, 2))
             if self._deals:
                 item = self._deals.pop(0)
@@ -362,6 +363,6 @@ class SimWorker:
         step, digest = self.member.committed, self.state.digest
         yield self.sim.world.chance.delay(self.sim.pace.commit_s)
         self.hook("written")
-        path = f"partial-{step}-w{self.id}"
+        path = f"partial-{step}-w{self.id}-{self.sim.next_number()}"
         self.sim.durable.partial[path] = (step, digest)
         self.tell(msg.CheckpointWritten(step, digest, path, symbols.CHUNKS, 0.0))
