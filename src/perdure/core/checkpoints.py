@@ -82,10 +82,11 @@ class Checkpoints:
         return [Ask(writer, step)]
 
     def written(
-        self, written: msg.CheckpointWritten, member: bool, digests: dict[int, str], now: float
+        self, writer: WorkerId, written: msg.CheckpointWritten, member: bool, digests: dict[int, str], now: float
     ) -> list[Action]:
         """A worker wrote aside; publish when the step is known to be everybody's."""
-        self.asked = None
+        if self.asked is not None and self.asked[0] == writer:
+            self.asked = None
         if written.step <= self.last:
             return [Discard(written, f"step {self.last} is in place already")]
         if not member:

@@ -178,6 +178,7 @@ class Job:
         self.attempt = 0
         self._restorable = settings.checkpoints
         self._restoring: WorkerId | None = None
+        self._publishing = False
         self._blocks = settings.blocks
         self._rejoin_until: float | None = None
         self._opened_at = 0.0
@@ -197,7 +198,7 @@ class Job:
             rank = len(self.staff.nodes)
             node = Node(hello.node, hello.host, hello.workers, hello.standby, rank)
             self.staff.nodes[hello.node] = node
-        elif node.lost_at is not None:
+        else:
             self._reconnected(hello, now)
         node.lost_at = None
         for seen in hello.seen:
@@ -256,6 +257,7 @@ class Job:
 
     def published(self, written: msg.CheckpointWritten, path: str, reason: str, now: float) -> list[Action]:
         """The answer to `PublishCheckpoint`: `path` is in place, or why not."""
+        self._publishing = False
         if reason:
             self._event("checkpoint_refused", path=written.partial, message=reason)
         else:
@@ -408,7 +410,9 @@ class Job:
 
     def _on_checkpointwritten(self, worker: Worker, message: msg.CheckpointWritten, now: float) -> None:
         member = worker.id in self.membership.members
-        self._carry_checkpoint(self.checkpoints.written(message, member, self.records.agreed, now))
+        self._carry_checkpoint(
+            self.checkpoints.written(worker.id, message, member, self.records.agreed, now)
+        )
 
     def _on_checkpointfailed(self, worker: Worker, message: msg.CheckpointFailed, now: float) -> None:
         self._event("checkpoint_refused", step=message.step, path="", message=message.reason)
@@ -549,8 +553,10 @@ class Job:
         writers = [w for w in members if self.staff.workers[w].node == self.settings.home_node] or list(
             members
         )
-        if self.checkpoints.off or self.checkpoints.last >= step or step < 0:
+        if self.checkpoints.off or step < 0 or (self.checkpoints.last >= step and not self._publishing):
             self._release()
+        elif self.checkpoints.last >= step:
+            return  # it is being published
         else:
             self._carry_checkpoint(self.checkpoints.final(step, writers[0]))
 
@@ -755,8 +761,8 @@ class Job:
                 if member.worker not in opening.positions:
                     self._hung(member.worker, f"no answer to a seal within {REPORT_S:.0f} s", now)
         elif opening is None and self.membership.current is not None and now - self._opened_at > HEAL_S:
-            for worker in self.membership.members:
-                if not self.membership.peers[worker].healed:
+            for worker in self.membership.current.ranks:
+                if worker in self.membership.peers and not self.membership.peers[worker].healed:
                     self._hung(worker, f"no complete state within {HEAL_S:.0f} s", now)
 
     def _hung(self, worker: WorkerId, message: str, now: float) -> None:
@@ -839,11 +845,12 @@ class Job:
                 case ckpt.Ask(worker, step):
                     self._send(worker, msg.Checkpoint(step, self.settings.checkpoint_dir))
                 case ckpt.Publish(written):
+                    self._publishing = True
                     self._out.append(PublishCheckpoint(written))
                 case ckpt.Discard(written, reason):
                     self._event("checkpoint_refused", step=written.step, path=written.partial, message=reason)
                     self._out.append(Discard(written.partial))
-                    if self.phase == "saving" and written.step >= self.records.last:
+                    if self.phase == "saving" and self.checkpoints.asked is None and not self._publishing:
                         self._release()
 
     def _record(self, record: Record, now: float) -> None:

@@ -36,6 +36,7 @@ class SimAgent:
         self._coordinator: SimCoordinator | None = None
         self._unsent: list[msg.AgentMessage | tuple[WorkerId, msg.WorkerMessage]] = []
         self.cut_until_s = 0.0
+        self.connections = 0
 
     # ── the coordinator ─────────────────────────────────────────────────────────────────────────────
 
@@ -46,6 +47,7 @@ class SimAgent:
             self.sim.world.after(self.sim.world.chance.delay(self.sim.pace.retry_s), self.connect)
             return
         self._coordinator = coordinator
+        self.connections += 1
         seen = tuple(
             msg.WorkerSeen(w, 1, w in self._joined, self._ready.get(w)) for w in self.processes
         )

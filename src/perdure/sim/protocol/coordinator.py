@@ -118,9 +118,9 @@ class SimCoordinator:
             case msg.WorkerExited():
                 self._carry(self.job.worker_exited(message, now))
 
-    def lose(self, agent: SimAgent) -> None:
-        """An agent's connection broke."""
-        if self.alive:
+    def lose(self, agent: SimAgent, connection: int) -> None:
+        """An agent's connection broke; a newer one may be there already."""
+        if self.alive and agent.connections == connection:
             self._carry(self.job.agent_lost(agent.name, self.sim.world.now))
 
     def stop(self) -> None:

@@ -200,7 +200,9 @@ class Simulation:
             return False
         agent.cut_until_s = self.world.now + for_s
         agent.disconnect()
-        self.world.after(self.world.chance.delay(self.pace.control_s), lambda: coordinator.lose(agent))
+        connection = agent.connections
+        delay = self.world.chance.delay(self.pace.control_s)
+        self.world.after(delay, lambda: coordinator.lose(agent, connection))
         if for_s > 0:
             for worker in agent.processes.values():
                 worker.excluded = True
