@@ -106,6 +106,12 @@ class Checkpoints:
         self.last = written.step
         return [Publish(written)]
 
+    def restart(self, step: int) -> list[Action]:
+        """The job goes on from the state after `step` (−1: anew): what waits is of a life that is over."""
+        written, self._written = self._written, None
+        self.asked, self.last = None, step
+        return [Discard(written, "the job went on from an earlier state")] if written is not None else []
+
     def failed(self, now: float) -> None:
         """The writer could not write; the next one comes at its time."""
         self.asked, self._last_s = None, now

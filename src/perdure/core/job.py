@@ -36,6 +36,7 @@ SIGTERM, SIGKILL = 15, 9
 NODE_GRACE_S = 0.5
 TROUBLE_S = 1.0
 TROUBLES_MAX = 3
+SAVES_MAX = 10
 REPORT_S = 30.0
 HEAL_S = 60.0
 REJOIN_S = 10.0
@@ -179,6 +180,7 @@ class Job:
         self._restorable = settings.checkpoints
         self._restoring: WorkerId | None = None
         self._publishing = False
+        self._saves = 0
         self._blocks = settings.blocks
         self._rejoin_until: float | None = None
         self._opened_at = 0.0
@@ -228,7 +230,7 @@ class Job:
     def worker_said(self, worker: WorkerId, message: msg.WorkerMessage, now: float) -> list[Action]:
         """A worker's message; one of a worker that is already gone changes nothing (G4)."""
         who = self.staff.workers.get(worker)
-        if who is not None:
+        if who is not None and (not who.stopped or isinstance(message, msg.Crashed)):
             handler: Callable[[Worker, Any, float], None] = getattr(
                 self, f"_on_{type(message).__name__.lower()}"
             )
@@ -386,7 +388,7 @@ class Job:
                 message="asked to leave (SIGTERM)",
             )
             self._event("fault_decided", worker=worker.id, severity="SEV2", action="leave")
-            if not self.membership.leaving(worker.id):
+            if not self.membership.leaving(worker.id) and self._rejoin_until is None:
                 self._let_go(worker.id)
 
     def _on_finished(self, worker: Worker, message: msg.Finished, now: float) -> None:
@@ -394,6 +396,8 @@ class Job:
         worker.last_record = message.record
 
     def _on_restored(self, worker: Worker, message: msg.Restored, now: float) -> None:
+        if self._restoring != worker.id:
+            return
         self._restoring = None
         for path, reason in message.refused:
             self._event("checkpoint_refused", path=path, message=reason)
@@ -405,8 +409,7 @@ class Job:
         self._say(f"going on from {message.path}: step {message.step} is the last committed one")
         self.membership.restored(worker.id, message.step, message.digest)
         self.records.resumed(message.step)
-        self.checkpoints.last = message.step
-        self._open_first(now)
+        self._open_first(now, message.step)
 
     def _on_checkpointwritten(self, worker: Worker, message: msg.CheckpointWritten, now: float) -> None:
         member = worker.id in self.membership.members
@@ -498,7 +501,8 @@ class Job:
         self._restoring = min(at_home or spare)
         self._send(self._restoring, msg.Restore(self._restorable))
 
-    def _open_first(self, now: float) -> None:
+    def _open_first(self, now: float, step: int = -1) -> None:
+        self._carry_checkpoint(self.checkpoints.restart(step))
         spare = self.membership.spare
         held = [w for w in spare if self.membership.peers[w].position.committed >= 0]
         ordered = [*held, *(w for w in spare if w not in held)][: max(1, self.staff.target)]
@@ -580,7 +584,7 @@ class Job:
         if self._restoring == worker.id:
             self._restoring = None
         clean = exited.exit_code == 0
-        if worker.released and (clean or self._exit_code):
+        if worker.released and (clean or self._exit_code) and self.phase in ("released", "over"):
             self.membership.forget(worker.id)
             return
         if worker.stopped or (worker.leaving and worker.released):
@@ -649,10 +653,13 @@ class Job:
         self._carry(self.membership.lost(worker), now)
 
     def _saver_lost(self) -> None:
-        """The last checkpoint's writer died: another finished member writes it."""
+        """The last checkpoint's writer died, or what it wrote was refused: another finished member writes it."""
+        self._saves += 1
         left = [w for w in self.staff.workers.values() if w.finished is not None]
         if not left:
             self.phase = "gathering"
+        elif self._saves > SAVES_MAX:
+            self._release()
         elif self.checkpoints.asked is None:
             assert left[0].finished is not None
             self._carry_checkpoint(self.checkpoints.final(left[0].finished, left[0].id))
@@ -666,6 +673,9 @@ class Job:
                 f"worker {worker.id} failed after the last step, and without checkpoints it cannot run again",
             )
             return
+        for other in self.staff.workers.values():
+            if other.released:
+                self.membership.forget(other.id)
         self._hire(Vacancy(worker.node, worker.slot))
         self.phase = "gathering"
 
@@ -707,6 +717,8 @@ class Job:
                 self._end(decision.exit_code, decision.message)
                 return
             self._gone(worker.id, now)
+        if self.phase == "saving" and self.checkpoints.asked is None:
+            self._saver_lost()
         if not self.staff.nodes:
             self._end(1, "every node is lost")
 
@@ -851,7 +863,7 @@ class Job:
                     self._event("checkpoint_refused", step=written.step, path=written.partial, message=reason)
                     self._out.append(Discard(written.partial))
                     if self.phase == "saving" and self.checkpoints.asked is None and not self._publishing:
-                        self._release()
+                        self._saver_lost()
 
     def _record(self, record: Record, now: float) -> None:
         for written in self.records.add(record):

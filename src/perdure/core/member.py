@@ -428,7 +428,8 @@ class Member:
     def position(self) -> Position:
         """What this worker has, as it is reported after a seal (P4)."""
         present = self.shape.present(self.committed + 1)
-        work = Work() if self.committing else self.work
+        # A joiner without its state has nothing either: what it folded may be of a state that dies out (E10).
+        work = Work() if self.committing or self.healing else self.work
         # P6: a switch that the headers agreed on applies, although this commit has not ended yet.
         switch = self._switch
         leaves = switch is not None and not switch.stop and self.worker not in switch.ranks
@@ -456,6 +457,8 @@ class Member:
         self.prepared = self._announced = None
         self._offers = {}
         self.round = Round()
+        if self.healing:
+            self.work = Work()
         self.must_commit = self.left = self.ended = self.healing = False
         self.formed = {generation for generation in self.formed if generation >= plan.generation}
         self._switched_at = base if switched else None
