@@ -445,7 +445,7 @@ class Cluster:
         # A node that is still owed to the job by a change under way is not dealt twice: it is held already.
         targets = self._planner.plan(holding, sum(holding.values()) + len(self._pool.free), hit)
         short = sum(max(0, targets[name] - count) for name, count in holding.items())
-        return moves(jobs, targets, leaving, self._pool.some(short))
+        return moves(jobs, targets, leaving, self._pool.slow, self._pool.some(short))
 
     def _offer(self, now: float) -> None:
         """Free nodes to jobs that wait, then to those that run on fewer than they were given, the oldest

@@ -7,7 +7,7 @@ hit is charged no penalty for changing, since it pays for a transition anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -71,11 +71,16 @@ class Planner:
 
 
 def moves(
-    jobs: Sequence[JobRun], targets: dict[str, int], leaving: set[int], free: Sequence[int]
+    jobs: Sequence[JobRun],
+    targets: dict[str, int],
+    leaving: set[int],
+    slow: Collection[int],
+    free: Sequence[int],
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """(take, give) of every job whose nodes have to change to meet `targets`; what some give others may take.
 
-    Nodes about to leave are given whatever the target; of the others the newest go first.
+    Nodes about to leave are given whatever the target; of the others the newest go first. Slow ones that are
+    given rest until they are fast again.
     """
     gives: dict[str, tuple[int, ...]] = {}
     for job in jobs:
@@ -89,7 +94,8 @@ def moves(
                     if len(chosen) == over:
                         break
         gives[job.name] = (*forced, *chosen)
-    supply = list(free) + [node for given in gives.values() for node in given if node not in leaving]
+    given = [node for nodes in gives.values() for node in nodes]
+    supply = [*free, *(node for node in given if node not in leaving and node not in slow)]
     found = {}
     for job in jobs:
         give = gives[job.name]

@@ -309,10 +309,9 @@ class JobRun:
     def _leaving_save(self) -> Phase:
         """A checkpoint before the job exits on purpose: all of it has to be written."""
         saving = self.saving
-        nbytes = (
-            0.0 if saving.stall_s and saving.waits is False and not saving.write_bytes else saving.write_bytes
-        )
-        return Phase("checkpoint", "checkpoint", saving.stall_s, nbytes, saves=True)
+        if saving.stall_s <= 0 and saving.write_bytes <= 0:
+            self._saved(self.progress.position)
+        return Phase("checkpoint", "checkpoint", saving.stall_s, saving.write_bytes, saves=True)
 
     def _set_layout(self, layout: Layout | None) -> None:
         self.layout = layout

@@ -216,7 +216,8 @@ class Oobleck:
         if view.layout is None:
             return Decision(None, "waits for more nodes", detect_s, returning=returning)
         kit = self.kit(work)
-        found = reconfigure(view.layout.detail, lost, kit.least, self._layers_of(work), kit.layers)
+        span, copies = self._layers_of(work), settings.tolerates + 1
+        found = reconfigure(view.layout.detail, lost, kit.least, span, kit.layers, copies)
         if isinstance(found, Restart):
             return self._restart(
                 work, view, lost, Decision(None, found.reason, detect_s, returning=returning)

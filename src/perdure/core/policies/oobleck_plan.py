@@ -111,7 +111,9 @@ def distribute(
     return tuple(batches)
 
 
-def regroup(pipelines: Pipelines, lost: frozenset[int], least: int) -> tuple[Pipelines, tuple[str, ...]]:
+def regroup(
+    pipelines: Pipelines, lost: frozenset[int], least: int, copies: int = 1
+) -> tuple[Pipelines, tuple[str, ...]]:
     """The pipelines of the survivors, each of `least` nodes or more, and how they came about.
 
     A pipeline that keeps `least` nodes goes on with them; one that does not borrows from the largest while
@@ -147,6 +149,12 @@ def regroup(pipelines: Pipelines, lost: frozenset[int], least: int) -> tuple[Pip
             stop = start + size + (index < more)
             whole.append(pool[start:stop])
             start = stop
+    nodes = sum(map(len, whole))
+    while len(whole) < copies and nodes >= (len(whole) + 1) * least:
+        lenders = [(-len(rest), index) for index, rest in enumerate(whole) if len(rest) > least]
+        heapq.heapify(lenders)
+        whole.append(())
+        _borrow(whole, len(whole) - 1, lenders, least, steps)
     return tuple(whole), tuple(steps)
 
 
@@ -215,13 +223,15 @@ def reconfigure(
     least: int,
     layers_of: Callable[[int, int], range],
     layers: int,
+    copies: int = 1,
 ) -> Reconfigured | Restart:
     """What becomes of `pipelines` when the nodes `lost` die at the same moment.
 
-    `layers_of(size, index)` are the layers that node number `index` of a pipeline of `size` nodes holds. A
-    restart is needed exactly when fewer than `least` nodes are left or some layer has no live holder. Each
-    survivor of a changed pipeline fetches the layers that its new place needs and that it did not hold,
-    parameters and optimizer state, from any live holder.
+    `layers_of(size, index)` are the layers that node number `index` of a pipeline of `size` nodes holds;
+    `copies` pipelines (f + 1) are kept while the nodes allow it. A restart is needed exactly when fewer
+    than `least` nodes are left or some layer has no live holder. Each survivor of a changed pipeline
+    fetches the layers that its new place needs and that it did not hold, parameters and optimizer state,
+    from any live holder.
     """
     survivors = sum(map(len, pipelines)) - len(lost)
     if survivors < least:
@@ -229,5 +239,5 @@ def reconfigure(
     missing = lost_layer(pipelines, lost, layers_of, layers)
     if missing is not None:
         return Restart(f"layer {missing} has no live holder", True)
-    after, steps = regroup(pipelines, lost, least)
+    after, steps = regroup(pipelines, lost, least, copies)
     return Reconfigured(after, steps, fetches(pipelines, after, layers_of))
