@@ -80,7 +80,7 @@ STUDIES: Mapping[str, Study] = {
     "unicron-a": Study(per_node(43, 56, 16), _unicron(10, 33), "high"),
     "unicron-b": Study(per_node(106, 7, 16), _unicron(26, 80), "high"),
     "llama3": Study(
-        per_node(419, LLAMA3_DAYS, LLAMA3_GPUS / 8), Severity(sev1=328, sev2=56, sev3=35), "high"
+        per_node(419, LLAMA3_DAYS, LLAMA3_GPUS / 8), Severity(sev1=321, sev2=63, sev3=35), "high"
     ),
     "meta-rsc1": Study(1000 * 24 / 6.50, Severity(sev1=1, sev2=0, sev3=0), "high"),
     "meta-rsc2": Study(1000 * 24 / 2.34, Severity(sev1=1, sev2=0, sev3=0), "high"),
