@@ -1,0 +1,65 @@
+# What a newcomer, a developer and CI run. Everything works on a fresh machine with Python 3.11 and make.
+#
+#     make demo     sets up .venv, then trains a GPT with four workers and kills three of them
+#     make test     the whole test suite (`make lint` beside it: style, types, import rules)
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.set-up
+
+# torch is named exactly and on its own: a range would take the newest build, several GB with CUDA in it.
+TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# A test that hangs shows every thread's stack and ends the run.
+PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+
+BENCHMARKS := $(patsubst %,benchmarks/%.py,allocation mesh)
+
+.PHONY: help setup demo test lint soak bench device-check docs-check
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+setup: $(SETUP)  ## make .venv with what constraints.txt pins
+
+$(SETUP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "perdure needs Python 3.11; set PYTHON=…")'
+	@echo "setting up $(VENV): a minute or two, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt setuptools $(TORCH)
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(SETUP)  ## train the example GPT, kill three of four workers, compare with the undisturbed run
+	@$(BIN)/perdure demo
+
+test: $(SETUP)  ## every test except the slow ones
+	$(PYTEST) -m 'not slow'
+
+lint: $(SETUP)  ## style, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+soak: $(SETUP)  ## the slow tests: hundreds of kills, a long search of the protocol
+	$(PYTEST) -m slow
+	$(BIN)/python -m perdure.sim.protocol --seeds 0:20000
+
+bench: $(SETUP)  ## measure; results go to benchmarks/results
+	@for script in $(BENCHMARKS); do \
+		echo "== $$script"; \
+		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
+	done
+
+device-check: $(SETUP)  ## on a machine with CUDA: two workers share the device, one is killed; overhead
+	$(BIN)/python benchmarks/device_check.py
+
+docs-check: $(SETUP)  ## links, commands and names in the documentation are true
+	$(PYTEST) -q tests/unit/test_docs.py
