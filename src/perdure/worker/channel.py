@@ -116,6 +116,11 @@ class Channel:
         """Nothing waits to be sent."""
         return not self._out
 
+    def unsent(self) -> list[Callable[[], None]]:
+        """The `done` of every frame that is still in the queue."""
+        with self._lock:
+            return [out.done for out in self._out if out.done is not None]
+
     # ── in ──────────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self) -> bool:

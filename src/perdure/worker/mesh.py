@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from perdure.schema.errors import ProtocolError, WireError
 from perdure.schema.ids import Generation, WorkerId
@@ -400,9 +400,7 @@ class Mesh:
             case Kind.HELLO:
                 self._greeted(peer, tail)
             case Kind.READY:
-                with self._lock:
-                    peer.ready(head.kind == 1)
-                self._check_formed()
+                self._ready(peer, head.kind == 1)
             case Kind.BYE:
                 peer.left = True
             case _:
@@ -420,9 +418,12 @@ class Mesh:
         if self._pull:
             peer.remote = pull.open_remote(*frames.parse_hello(tail))
         peer.push([frames.signal(Kind.READY, 1 if peer.remote is not None else 0)])
-        self._dirty.add(peer)
+        self._ready(peer, None)
+
+    def _ready(self, peer: Peer, reads_here: bool | None) -> None:
         with self._lock:
-            peer.ready(None)
+            peer.ready(reads_here)
+        self._dirty.add(peer)
         self._check_formed()
 
     def _offered(self, peer: Peer, head: Head, tail: bytes) -> None:
@@ -460,7 +461,7 @@ class Mesh:
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._stopping or peer.channel is None:
             return
-        heard = peer.heard
+        heard, unsent = peer.heard, peer.channel.unsent()
         self._forget(peer)
         if not heard:
             if peer.dialer is not None:
@@ -468,16 +469,15 @@ class Mesh:
             return
         with self._lock:
             peer.over = True
-            if peer.left:
-                self._release(peer.abandon())
-        if not peer.left and self._retire_by is None:
+            offers = peer.abandon()
+        if peer.left:
+            # It went on purpose and wants nothing more: what it did not take counts as sent.
+            for offered in offers:
+                self._complete(offered)
+            for done in unsent:
+                done()
+        elif self._retire_by is None:
             self._handlers.lost(peer.address.worker, reason)
-
-    def _release(self, offers: Iterable[Offered]) -> None:
-        """A peer that left on purpose wants nothing more: what it did not take counts as sent."""
-        for offered in offers:
-            self._counts[offered.header.step] -= 1
-        self._sent.notify_all()
 
     def _forget(self, peer: Peer) -> None:
         self._unwatch(peer)
