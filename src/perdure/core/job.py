@@ -515,6 +515,7 @@ class Job:
         assert self._rejoin_until is not None
         if complete or (seen and now > self._rejoin_until):
             self._rejoin_until = None
+            self.membership.progress = self.records.last
             self._carry(self.membership.start(sorted(self.membership.peers)), now)
 
     def _steer(self, now: float) -> None:

@@ -458,7 +458,9 @@ class Member:
         self._offers = {}
         self.round = Round()
         if self.healing:
+            # E10: should the plan begin anew from this worker, its own state is still the initial one.
             self.work = Work()
+            self.committed = min(self.committed, base)
         self.must_commit = self.left = self.ended = self.healing = False
         self.formed = {generation for generation in self.formed if generation >= plan.generation}
         self._switched_at = base if switched else None

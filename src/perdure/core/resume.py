@@ -89,7 +89,10 @@ def resume(
 def _behind(
     present: Sequence[Address], holders: Sequence[Address], positions: Mapping[WorkerId, Position], base: int
 ) -> tuple[set[WorkerId], list[WorkerId]]:
-    """Split those without `base` into the ones that commit it by themselves and the joiners."""
+    """Split those without `base` into the ones that commit it by themselves and the joiners.
+
+    One that left at an earlier boundary is nobody's donor any more, and a joiner if it is needed again.
+    """
     behind: set[WorkerId] = set()
     joiners: list[WorkerId] = []
     for member in present:
@@ -98,7 +101,7 @@ def _behind(
             continue
         if position.committed == base - 1 and position.whole and synced(position):
             behind.add(member.worker)
-        elif synced(position):
+        elif synced(position) and not position.left:
             raise ProtocolError(
                 f"P2: worker {member.worker} is at step {position.committed} without the gradient of "
                 f"step {base}, which another worker committed"

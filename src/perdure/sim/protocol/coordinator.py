@@ -56,7 +56,7 @@ class SimCoordinator:
             job="job",
             incarnation=self.incarnation,
             home_node="node 0",
-            min_nodes=sim.schedule.nodes,
+            min_nodes=max(sim.schedule.nodes, len(sim.agents)),
             checkpoint_every=sim.schedule.checkpoint_every,
             blocks=sim.shape.blocks,
             first_worker=durable.first_worker,

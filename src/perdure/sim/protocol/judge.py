@@ -123,7 +123,8 @@ class Judge:
 
     def trouble(self, worker: SimWorker, peer: WorkerId) -> None:
         """P12: a connection that is in use is not taken away without a fault."""
-        if not self.sim.faults.disturbing and not self.sim.workers[peer].leaving and not self.sim.ending:
+        leaver = worker.leaving or self.sim.workers[peer].leaving
+        if not self.sim.faults.disturbing and not leaver and not self.sim.ending:
             self.wrong(f"P12: w{worker.id} lost its connection to w{peer} without a fault")
 
     def written(self, record: Record) -> None:
