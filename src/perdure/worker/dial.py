@@ -32,6 +32,7 @@ class Dialer:
         self._hello = hello
         self._backoff_s = _BACKOFF_S
         self._calling: Calling | None = None
+        self._where: _Resolved | None = None
         self.sock: socket.socket | None = None
         self.events = 0
         self.deadline = 0.0
@@ -44,7 +45,9 @@ class Dialer:
             return
         self._calling = None
         try:
-            family, kind, protocol, _, where = _resolve(self._address)
+            # Once only: addresses are numeric, but a name would cost a query each time.
+            self._where = self._where or _resolve(self._address)
+            family, kind, protocol, _, where = self._where
             self.sock = close_in_children(socket.socket(family, kind, protocol))
             self.sock.setblocking(False)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

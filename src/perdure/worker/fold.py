@@ -89,8 +89,8 @@ class Fold:
         return slot is not None and slot[0].next == slot[1]
 
     def expects(self, first: int) -> bool:
-        """Whether this term is still to come."""
-        return first in self._slots and first not in self._placed
+        """Whether this term is still to come; one that has a place but is not received yet is."""
+        return first in self._slots
 
     def contribute(self, first: int, portion: Portion) -> None:
         """Add a leaf that is held here; its memory is only read."""
@@ -113,7 +113,9 @@ class Fold:
 
     def received(self, first: int) -> None:
         """The bytes of the term are in the place that was given."""
-        term = self._placed.pop(first)
+        term = self._placed.pop(first, None)
+        if term is None:
+            raise ProtocolError(f"P4: term {first} of {self.span} was given no place")
         node, index = self._slot(first)
         node.give(index, term)
 

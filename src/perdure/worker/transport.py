@@ -54,7 +54,10 @@ class Handlers(Protocol):
     """The receiving side of one transport."""
 
     def formed(self) -> None:
-        """Every peer's transport of this generation exists and is connected to this one."""
+        """Every peer's transport of this generation exists and is connected to this one.
+
+        A group of one is formed at once, maybe before its constructor has returned.
+        """
 
     def buffer(
         self, peer: WorkerId, header: Bulk, nbytes: int, deferrable: bool
@@ -72,7 +75,10 @@ class Handlers(Protocol):
         """A small message arrived; it keeps its place among the payloads of the same peer."""
 
     def lost(self, peer: WorkerId, reason: str) -> None:
-        """The connection to a peer failed. Said once a peer, and not after `interrupt` or `retire`."""
+        """The connection to a peer failed. Said once a peer, and not after `interrupt` or `retire`.
+
+        A peer that was never connected is not lost but awaited, until the transport is interrupted.
+        """
 
     def broken(self, error: Exception) -> None:
         """A handler raised, or the transport itself is defective: it has stopped for good."""
