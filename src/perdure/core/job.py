@@ -16,7 +16,7 @@ The job is in one phase at a time:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -346,16 +346,20 @@ class Job:
         current = self.membership.current
         if current is None or current.generation != message.generation or self.membership.opening is not None:
             return
-        counts = [(list(message.digests.values()).count(d), -w, w) for w, d in message.digests.items()]
-        right = message.digests[max(counts)[2]]
-        wrong = [w for w, d in message.digests.items() if d != right]
-        if not wrong:
+        if not self._outvoted(message.digests, f"before step {message.step}", now):
             self._event("refused_step", step=message.step, unfit=message.unfit)
             self._carry(self.membership.again(void=message.unfit), now)
+
+    def _outvoted(self, digests: Mapping[WorkerId, str], when: str, now: float) -> bool:
+        """P8: those whose state is not the majority's are ended."""
+        counts = [(list(digests.values()).count(d), -w, w) for w, d in digests.items()]
+        right = digests[max(counts)[2]]
+        wrong = [w for w, d in digests.items() if d != right]
         for w in wrong:
             if w in self.staff.workers:
-                text = f"its state before step {message.step} differs from the others'"
+                text = f"its state {when} differs from the others'"
                 self._fault(w, Death("corrupt", None, None, message=text), "digest", 0.0, now)
+        return bool(wrong)
 
     def _on_healstarted(self, worker: Worker, message: msg.HealStarted, now: float) -> None:
         self._event(
@@ -394,6 +398,7 @@ class Job:
     def _on_finished(self, worker: Worker, message: msg.Finished, now: float) -> None:
         worker.finished = message.step
         worker.last_record = message.record
+        worker.last_digest = message.digest
 
     def _on_restored(self, worker: Worker, message: msg.Restored, now: float) -> None:
         if self._restoring != worker.id:
@@ -546,6 +551,8 @@ class Job:
         if not members or self.membership.opening is not None:
             return
         if any(self.staff.workers[w].finished is None for w in members):
+            return
+        if self._outvoted({w: self.staff.workers[w].last_digest for w in members}, "after the last step", now):
             return
         self.phase = "saving"
         step = self.staff.workers[members[0]].finished

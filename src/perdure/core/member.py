@@ -138,6 +138,14 @@ class Work:
     reduced: tuple[Span, ...] = ()
     ledger: dict[int, Entry] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
+    vouched: set[int] = field(default_factory=set)
+    digests: set[str] = field(default_factory=set)
+
+    def vouch(self, header: Header) -> None:
+        """A header is here: a worker stands for its leaves, and for the state they were computed from."""
+        if header.fine:
+            self.vouched.update(entry.micro_batch for entry in header.entries)
+            self.digests.add(header.digest)
 
 
 @dataclass
@@ -258,6 +266,7 @@ class Member:
         self.work.ledger.update((entry.micro_batch, entry) for entry in body.entries)
         if isinstance(body, Header):
             self.round.headers[body.worker] = body
+            self.work.vouch(body)
         return self._progress()
 
     def _join(self, generation: Generation, base: int) -> list[Action]:
@@ -357,10 +366,10 @@ class Member:
             digest=digest,
             entries=tuple(entry for _, entry in sorted(entries.items())),
             ready=self._announced.generation if self._announced else NONE,
-            fine=not self.unfit,
+            fine=not self.unfit,  # and again in the next generation, until the leaves are thrown away
         )
-        self.unfit = False
         self.round.headers[self.worker] = mine
+        self.work.vouch(mine)
         return [Broadcast(plan.generation, mine), *self._progress()]
 
     def enter_commit(self) -> bool:
@@ -378,7 +387,7 @@ class Member:
         assert self.committing, "only a commit that was entered can end"
         self.committed += 1
         self.records[self.committed] = record
-        self.committing = self.must_commit = self._final = False
+        self.committing = self.must_commit = self._final = self.unfit = False
         self.work, self.round = Work(), Round()
         switch, self._switch, self._announced = self._switch, None, None
         pending, self._pending = self._pending, None
@@ -443,7 +452,7 @@ class Member:
             queue=tuple(work.queue),
             whole=not self.committing and (self.round.whole or self.must_commit),
             reduced=work.reduced,
-            ledger_complete=len(work.ledger) >= present,
+            ledger_complete=len(work.vouched) >= present and len(work.digests) == 1,
             healing=self.healing,
             left=self.left or leaves,
             done=self.ended or (switch is not None and switch.stop),
@@ -474,6 +483,7 @@ class Member:
             actions += self._drop_void(plan)
         if self.worker in plan.joiners:
             self.healing = True
+            self.unfit = False
             self.committed = base
             self.work = Work()
         elif self.committed == base - 1:
@@ -491,6 +501,8 @@ class Member:
         if self.worker not in plan.void:
             return []
         self.work.held, self.work.entries, self.work.ledger = (), {}, {}
+        self.work.vouched, self.work.digests = set(), set()
+        self.unfit = False
         self.void_next = self.work.in_hand is not None
         return [Void()]
 

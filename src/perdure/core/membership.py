@@ -175,15 +175,17 @@ class Membership:
         peer.position = Position(worker=worker, committed=step, digest=digest)
 
     def start(self, workers: Iterable[WorkerId]) -> list[Action]:
-        """Open the first generation of this incarnation with these workers."""
+        """Open the first generation of this incarnation with these workers, if there are any."""
         members = tuple(self.peers[w].address for w in workers)
-        return self._open(members)
+        return self._open(members) if members else []
 
     def lost(self, worker: WorkerId, corrupt: bool = False) -> list[Action]:
         """A worker is gone (reaped by its agent, or its node is out of reach)."""
         bound = self._bound()
         self.peers.pop(worker, None)
         if worker not in bound:
+            if not bound and all(peer.position.committed < 0 for peer in self.peers.values()):
+                self.progress = -1  # whoever had restored the state is gone with it
             return []
         self._lost.append(worker)
         if corrupt:

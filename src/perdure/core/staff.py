@@ -37,6 +37,7 @@ class Worker:
     stopped: bool = False
     finished: int | None = None
     last_record: Record | None = None
+    last_digest: str = ""
     crash: msg.Crashed | None = None
     progress: msg.Progress | None = None
 

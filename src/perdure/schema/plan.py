@@ -99,7 +99,8 @@ class Position(msgspec.Struct, frozen=True):
     `committed` is the last committed step (−1: none) and counts a commit in progress (`committing`).
     `held`, `in_hand` and `queue` speak of step committed+1; `whole` says that this worker holds that
     step's whole gradient and that all the headers agreed (P2); `reduced` are the finished spans it holds,
-    worth something only together with `ledger_complete` (losses and weights of every micro-batch).
+    worth something only together with `ledger_complete`: losses and weights of every micro-batch, each
+    vouched for by a header that was fine, all of one state (P7, P8).
     """
 
     worker: WorkerId

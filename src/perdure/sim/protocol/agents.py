@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 from perdure.schema import messages as msg
 from perdure.schema.ids import WorkerId
 from perdure.sim.protocol.world import Link
-from perdure.sim.protocol.worker import SimWorker
 
 if TYPE_CHECKING:
     from perdure.sim.protocol.coordinator import SimCoordinator
     from perdure.sim.protocol.simulation import Simulation
+    from perdure.sim.protocol.worker import SimWorker
 
 
 class SimAgent:
     """One node."""
-
-    worker_class: type[SimWorker] = SimWorker
 
     def __init__(self, sim: Simulation, name: str, workers: int, standby: int) -> None:
         self.sim = sim
@@ -82,8 +80,9 @@ class SimAgent:
 
     def _carry_out(self, message: msg.StartWorker | msg.StopWorker) -> None:
         if isinstance(message, msg.StartWorker):
-            self.processes[message.worker] = self.worker_class(self.sim, message.worker, self)
-            self.sim.started(self.processes[message.worker])
+            process = self.sim.rig.worker(self.sim, message.worker, self)
+            self.processes[message.worker] = process
+            self.sim.started(process)
             self._say(msg.WorkerStarted(message.worker, 1))
         elif message.worker in self.processes:
             self.processes[message.worker].die()

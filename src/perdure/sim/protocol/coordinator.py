@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from perdure.core import job as core
-from perdure.core.job import Job, Settings
-from perdure.core.membership import Membership, Stale
-from perdure.core.records import Records
+from perdure.core.job import Settings
+from perdure.core.membership import Stale
 from perdure.schema import messages as msg
 from perdure.schema.ids import Generation, WorkerId
 from perdure.schema.plan import Position, Record
@@ -41,10 +40,6 @@ class Durable:
 class SimCoordinator:
     """One life of the coordinator."""
 
-    job_class: type[Job] = Job
-    membership_class: type[Membership] = Membership
-    records_class: type[Records] = Records
-
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self.alive = True
@@ -64,9 +59,9 @@ class SimCoordinator:
             digests={record.step: record.digest for record in durable.records},
             checkpoints=tuple(durable.newest_first[:2]),
         )
-        self.job = self.job_class(settings)
-        self.job.membership = self.membership_class(self.incarnation)
-        self.job.records = self.records_class(settings.last_step, settings.digests)
+        self.job = sim.rig.job(settings)
+        self.job.membership = sim.rig.membership(self.incarnation)
+        self.job.records = sim.rig.records(settings.last_step, settings.digests)
         self._watch()
         sim.world.after(TICK_S, self._tick)
 

@@ -28,7 +28,7 @@ POINTS: dict[str, int] = {
 """Where a fault may strike, and about how often a run comes by there."""
 
 KINDS = ("crash", "crash", "crash", "crash", "other", "other", "leave", "leave", "stop", "grow", "restart",
-         "sever", "partition", "blip", "slow")  # fmt: skip
+         "sever", "partition", "blip", "slow", "unfit", "corrupt")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,8 @@ class Faults:
             "sever": lambda: bool(others) and sim.fabric.sever(victim.id, sim.world.chance.pick(others).id),
             "partition": lambda: sim.cut(victim.agent, sim.world.chance.between(2.0, 20.0)),
             "blip": lambda: sim.cut(victim.agent, 0.0),
+            "unfit": lambda: self._unfit(victim),
+            "corrupt": lambda: self._corrupt(victim),
         }
         sim.note("fault", str(fault), f"w{victim.id}")
         self.fired.append(fault)
@@ -188,6 +190,30 @@ class Faults:
             return False
         victim.leave()
         return True
+
+    def _unfit(self, victim: SimWorker) -> bool:
+        """The micro-batch in hand goes wrong, and its worker notices (P7)."""
+        work = victim.member.work
+        victim.unfit = work.in_hand if work.in_hand is not None else victim.unfit
+        return work.in_hand is not None
+
+    def _corrupt(self, victim: SimWorker) -> bool:
+        """A worker's state changes silently between two commits; others must be more, to be right (P8)."""
+        member = victim.member
+        plan = member.plan
+        if plan is None or member.committing or member.healing or member.committed < 0:
+            return False
+        others = [self.sim.workers[w] for w in plan.ranks if w != victim.id]
+        sound = [o for o in others if o.alive and not o.member.healing and not o.corrupt]
+        if len(sound) < 2 or self.sim.faults.fired_any("corrupt"):
+            return False
+        victim.corrupt = True
+        victim.state.chunks[:] = [f"corrupt {victim.id}"] * len(victim.state.chunks)
+        return True
+
+    def fired_any(self, kind: str) -> bool:
+        """Whether a fault of this kind has fired before."""
+        return any(fault.kind == kind for fault in self.fired[:-1])
 
     def _slow(self, victim: SimWorker) -> bool:
         victim.slow_s = self.sim.world.chance.between(1.0, 10.0)

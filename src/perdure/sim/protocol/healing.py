@@ -169,9 +169,12 @@ class Healing:
         self._reply(joiner, lambda other: other.healing.landed(worker.id, step, digest, index, chunk))
 
     def gives(self, step: int) -> bool:
-        """P3: a worker donates what it has committed, not while it commits."""
+        """P3: a worker donates what it has committed, not while it commits.
+
+        A donor that was corrupted since the last headers is not modelled: nothing would tell.
+        """
         member = self.worker.member
-        return member.committed == step and not member.committing and not member.healing
+        return not self.worker.corrupt and member.committed == step and not member.committing and not member.healing
 
     def _reply(self, joiner: WorkerId, what: Callable[[SimWorker], None]) -> None:
         other = self.worker.sim.workers[joiner]

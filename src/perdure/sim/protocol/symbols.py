@@ -17,6 +17,9 @@ from perdure.schema.plan import Entry, Shape
 Expression = Any
 """A symbol (str), a pair of expressions, or None: no gradient."""
 
+UNFIT = "not finite"
+"""What comes of a micro-batch that went wrong; its worker's header says so (P7)."""
+
 CHUNKS = 3
 """The state travels in so many pieces."""
 

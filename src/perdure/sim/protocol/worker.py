@@ -12,13 +12,12 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perdure.core import member as core
-from perdure.core.member import Do, Member
+from perdure.core.member import Do
 from perdure.schema import messages as msg
 from perdure.schema.ids import NONE, Generation, WorkerId
 from perdure.schema.plan import Header, Hold, Ledger, Plan, Record, Switched
 from perdure.sim.protocol import symbols
-from perdure.sim.protocol.healing import Healing, State
-from perdure.sim.protocol.reducing import Reducing
+from perdure.sim.protocol.healing import State
 from perdure.sim.protocol.world import DiedError
 
 if TYPE_CHECKING:
@@ -31,21 +30,19 @@ Thread = Generator[float | None]
 class SimWorker:
     """One training process."""
 
-    member_class: type[Member] = Member
-    reducing_class: type[Reducing] = Reducing
-    healing_class: type[Healing] = Healing
-
     def __init__(self, sim: Simulation, worker: WorkerId, agent: SimAgent) -> None:
         self.sim = sim
         self.id = worker
         self.agent = agent
         self.alive = True
-        self.member = self.member_class(worker, sim.shape)
+        self.member = sim.rig.member(worker, sim.shape)
         self.state = State([sim.initial(worker)] * symbols.CHUNKS)
-        self.reducing = self.reducing_class(self)
-        self.healing = self.healing_class(self)
+        self.reducing = sim.rig.reducing(self)
+        self.healing = sim.rig.healing(self)
         self.leaving = False
         self.excluded = False
+        self.corrupt = False
+        self.unfit: int | None = None
         self.slow_s = 0.0
         self._restore: msg.Restore | None = None
         self._checkpoint: msg.Checkpoint | None = None
@@ -135,7 +132,10 @@ class SimWorker:
                 case core.Broadcast(generation, body):
                     self._broadcast(generation, body)
                 case core.Void():
+                    self.sim.note(f"w{self.id}", "voids its leaves")
+                    self.unfit = None
                     self.reducing.clear()
+                    self.sim.judge.voided(self)
 
     def _form(self, generation: Generation, peers: list[WorkerId]) -> None:
         self._groups[generation] = (set(peers), set())
@@ -249,7 +249,7 @@ class SimWorker:
             yield chance.delay(pace.think_s)
             match now.do:
                 case Do.HEADER:
-                    digest = self.state.digest
+                    digest = self.digest()
                     yield chance.delay(pace.think_s)
                     if self.member.next().do is Do.HEADER:
                         self.perform(self.member.header(digest))
@@ -270,6 +270,10 @@ class SimWorker:
         due = order is not None and self.member.committed >= order.step and not self.member.healing
         return self._released or self._restore is not None or due
 
+    def digest(self) -> str:
+        """The digest of the state that the step was computed from (P8)."""
+        return self.state.digest
+
     def _compute(self, micro_batch: int) -> Thread:
         step = self.member.committed + 1
         self.perform(self.member.start(micro_batch))
@@ -280,6 +284,9 @@ class SimWorker:
         buckets = range(len(self.sim.shape.buckets))
         values = tuple(symbols.gradient(step, micro_batch, bucket, state) for bucket in buckets)
         self.hook("computed")
+        if self.unfit == micro_batch:
+            values = (symbols.UNFIT,) * len(values)
+            self.member.unfit = True
         self.sim.judge.computed(self, step, micro_batch)
         self.perform(self.member.computed(symbols.entry(step, micro_batch)))
         if any(run.first <= micro_batch < run.stop for run in self.member.work.held):
@@ -305,6 +312,7 @@ class SimWorker:
         assert plan is not None
         record = Record(step, self._loss(step), "", self.sim.world.now, len(plan.ranks))
         self.reducing.clear()
+        self.unfit = None
         self.sim.judge.committed(self, step, self.state.digest)
         self.perform(self.member.commit_ended(record))
         self.hook("committed")
@@ -351,7 +359,7 @@ class SimWorker:
         step, digest = self.sim.durable.checkpoints[order.paths[0]]
         self._restore = None
         self.state = State([digest] * symbols.CHUNKS)
-        self.member = self.member_class(self.id, self.sim.shape, step, digest)
+        self.member = self.sim.rig.member(self.id, self.sim.shape, step, digest)
         self.hook("restored")
         self.tell(msg.Restored(step, digest, order.paths[0]))
 
