@@ -124,4 +124,7 @@ class Transport(Protocol):
         """End gracefully in the background: what was sent still arrives. `interrupt` cuts it short."""
 
     def close(self) -> None:
-        """Interrupt, and wait until nothing of it is left: no thread, no descriptor. Idempotent."""
+        """Interrupt, and wait until nothing of it is left: no thread, no descriptor. Idempotent.
+
+        Whoever calls it may hold no lock that a handler takes: the thread may be inside that handler.
+        """
