@@ -258,12 +258,15 @@ def test_the_newest_good_two_are_kept(state: ProtectedState, box: Shelf) -> None
     truncated(paths[4], shelf.TENSORS)
     truncated(paths[2], shelf.REST)
     box.partial(6).mkdir()
-    box.partial(7).mkdir()
-    removed = box.prune(keep=2, writing=box.partial(7))
-    assert set(removed) == {box.partial(6), paths[0], paths[2], paths[4]}
+    box.partial(7, "w3").mkdir()
+    box.partial(7, "w13").mkdir()
+    assert set(box.prune(keep=2, leftovers=False)) == {paths[0], paths[2], paths[4]}
+    box.discard("w3")
     assert sorted(path.name for path in box.directory.iterdir()) == [
-        "notes.txt", "step-000000002", "step-000000004", "step-000000007.partial",
+        "notes.txt", "step-000000002", "step-000000004", "step-000000006.partial",
+        "step-000000007-w13.partial",
     ]  # fmt: skip
+    assert set(box.prune(keep=2)) == {box.partial(6), box.partial(7, "w13")}
 
 
 def test_bad_ones_stay_while_there_is_no_good_one(state: ProtectedState, box: Shelf) -> None:

@@ -42,8 +42,11 @@ class ShelfPort(Protocol):
     def publish(self, partial: Path) -> Path:
         """Rename what was written aside into place."""
 
-    def prune(self, keep: int = 2, writing: Path | None = None) -> list[Path]:
+    def prune(self, keep: int = 2, leftovers: bool = True) -> list[Path]:
         """Remove what is no longer needed."""
+
+    def discard(self, writer: str) -> None:
+        """Remove what a writer that is no more has not finished."""
 
     def newest_first(self) -> list[Path]:
         """The published checkpoints."""
@@ -173,7 +176,8 @@ class Server:
                 return self.job.agent_joined(message, now)
             case msg.WorkerStarted(worker, pid):
                 return self.job.worker_started(worker, pid, now)
-            case msg.WorkerExited():
+            case msg.WorkerExited(worker):
+                self._in_background(self._discard(worker))
                 return self.job.worker_exited(message, now)
             case msg.FromWorker(worker, raw):
                 return self.job.worker_said(worker, self._decoder.decode(raw), now)
@@ -278,7 +282,11 @@ class Server:
             reason = str(error)
         self._carry_out(self.job.published(written, path, reason, time.monotonic()))
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(self._ports.shelf.prune)
+            await asyncio.to_thread(self._ports.shelf.prune, leftovers=False)
+
+    async def _discard(self, writer: WorkerId) -> None:
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(self._ports.shelf.discard, f"w{writer}")
 
     async def _publish_save(self, worker: WorkerId, request: msg.SaveRequest) -> None:
         reason = ""

@@ -211,9 +211,15 @@ class Shelf:
         """Where the checkpoint of the state after `step` is published."""
         return self.directory / f"step-{step:09d}"
 
-    def partial(self, step: int) -> Path:
-        """Where that checkpoint is written before."""
-        return self.directory / f"step-{step:09d}{PARTIAL}"
+    def partial(self, step: int, writer: str = "") -> Path:
+        """Where that checkpoint is written before; each writer has a place of its own."""
+        return self.directory / f"step-{step:09d}{f'-{writer}' if writer else ''}{PARTIAL}"
+
+    def discard(self, writer: str) -> None:
+        """Remove what this writer, which is no more, has not finished."""
+        for path in self._names():
+            if path.name.endswith(f"-{writer}{PARTIAL}"):
+                remove(path)
 
     def newest_first(self) -> list[Path]:
         """The published checkpoints, good or bad, by step, the newest first."""
@@ -238,24 +244,27 @@ class Shelf:
         return None, refused
 
     def publish(self, partial: Path) -> Path:
-        """Publish a checkpoint written to `self.partial(step)`; returns its place. Raises `OSError`."""
-        final = partial.with_name(partial.name.removesuffix(PARTIAL))
+        """Publish a checkpoint written to a `self.partial(…)`; returns its place. Raises `OSError`."""
+        found = _NAME.match(partial.name)
+        if found is None:
+            raise OSError(errno.EINVAL, f"{partial.name} does not name a step")
+        final = self.final(int(found[1]))
         publish(partial, final)
         return final
 
-    def prune(self, keep: int = 2, writing: Path | None = None) -> list[Path]:
+    def prune(self, keep: int = 2, leftovers: bool = True) -> list[Path]:
         """Remove what is no longer needed and return it: all but the newest `keep` good ones, and leftovers.
 
-        Nothing published is removed unless a good one stays; `writing` is a partial directory that is
-        still in use. The ones that stay are read in full, so that a good one is never given up for one
-        that only looks good.
+        Nothing published is removed unless a good one stays; without `leftovers` partial directories, one of
+        which may be in use, are left alone. The ones that stay are read in full, so that a good one is never
+        given up for one that only looks good.
         """
         good: list[Path] = []
         rest: list[Path] = []
         for path in self.newest_first():
             (good if len(good) < keep and self.verify(path) is None else rest).append(path)
-        leftovers = [path for path in self._names() if path.name.endswith(PARTIAL) and path != writing]
-        removed = leftovers + (rest if good else [])
+        partial = [path for path in self._names() if path.name.endswith(PARTIAL)] if leftovers else []
+        removed = partial + (rest if good else [])
         for path in removed:
             remove(path)
         return removed

@@ -49,6 +49,7 @@ from perdure.worker.runtime import Runtime
 from perdure.worker.saver import Saver
 from perdure.worker.step import Step
 from perdure.worker.training import Training
+from perdure.worker.unwinding import unwinding
 
 _joined: Job | None = None
 
@@ -269,7 +270,7 @@ class Job:
         page = context.progress if context is not None else ProgressPage()
         runtime = Runtime(member, training, self._send, page)
         runtime.log_samples = self._welcome.log_samples
-        self._saver = Saver(training, shape, self.seed, self._send)
+        self._saver = Saver(training, member, self.seed, self._send)
         if context is None:
             assert self._alone is not None
             self._alone.deliver = runtime.on_message
@@ -402,7 +403,7 @@ class Job:
 
     def _broken_off(self, runtime: Runtime, step: Step) -> None:
         """`break` from job.steps: a clean end if the step was whole (or not begun), on all workers alike."""
-        if boot.ENDING or sys.is_finalizing() or self._context is None:
+        if boot.ENDING or sys.is_finalizing() or self._context is None or unwinding(sys._getframe(2)):
             return
         if step.entered and not step.complete:
             print(
@@ -434,10 +435,21 @@ class Job:
     ) -> msg.EvaluationAll:
         """Take part in a task of `count` items until all of its results are here."""
         inbox = runtime.inbox
-        self._send(msg.EvaluationAsk(step, index, count))
+        asked = -1
         while True:
-            runtime.wait_for(lambda: bool(inbox.deals or inbox.answers), Phase.COMMIT)
             with runtime.lock:
+                seals = runtime.seals
+            if asked != seals:
+                # A seal may mean that the coordinator, or the way to it, is a new one: what was said is lost.
+                asked = seals
+                self._send(msg.EvaluationAsk(step, index, count))
+            runtime.wait_for(
+                lambda: bool(inbox.deals or inbox.answers) or runtime.seals != asked, Phase.COMMIT
+            )
+            with runtime.lock:
+                if runtime.seals != asked:
+                    inbox.deals.clear()
+                    continue
                 if inbox.answers:
                     answer = inbox.answers.pop(0)
                     if (answer.step, answer.index) == (step, index):

@@ -93,7 +93,7 @@ def run(fork: Fork, control: socket.socket, page_fd: int) -> None:
         ENDING = True
         code = _exit_code(error)
         if code != 0:
-            context.last_words(_crash(error, code))
+            context.last_words(crash(error, code))
         raise
     except BaseException as error:
         raised = error
@@ -150,9 +150,9 @@ def _end(context: Context, error: BaseException) -> NoReturn:
     """Print `error` as python does, tell the agent, and leave the interpreter to end."""
     _drop_own_frames(error)
     code = error.exit_code if isinstance(error, PerdureError) else 1
-    crash = _crash(error, code)
+    last_words = crash(error, code)
     _print(error)
-    context.last_words(crash)
+    context.last_words(last_words)
     if isinstance(error, KeyboardInterrupt):
         # The interpreter ends the process by SIGINT, as the shell expects; it is printed already.
         sys.excepthook = lambda *_: None
@@ -190,7 +190,8 @@ def _drop_own_frames(error: BaseException) -> None:
     error.__traceback__ = tb
 
 
-def _crash(error: BaseException, exit_code: int) -> Crashed:
+def crash(error: BaseException, exit_code: int) -> Crashed:
+    """What is told about an error that ends this worker."""
     _drop_own_frames(error)
     text = "".join(traceback.format_exception(error))
     if len(text) > TRACEBACK_CHARS:

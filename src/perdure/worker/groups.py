@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from perdure.schema.ids import Generation, WorkerId
 from perdure.schema.plan import Address
+from perdure.worker import defect
 from perdure.worker.listener import Listener
 from perdure.worker.mesh import Mesh
 from perdure.worker.transport import Handlers
@@ -29,9 +30,10 @@ class Groups:
         self._ear = ear
         self._meshes: dict[Generation, Mesh] = {}
         self._retiring: list[Mesh] = []
+        self._counting = threading.Lock()
         self._closing = 0
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="perdure-groups", daemon=True)
+        self._thread = threading.Thread(target=defect.fatal(self._run), name="perdure-groups", daemon=True)
         self._thread.start()
 
     def form(self, generation: Generation, members: Sequence[Address]) -> bool:
@@ -76,12 +78,14 @@ class Groups:
 
     def _bury(self, mesh: Mesh) -> None:
         mesh.interrupt()
-        self._closing += 1
+        with self._counting:
+            self._closing += 1
         self._work.put(lambda: self._close(mesh))
 
     def _close(self, mesh: Mesh) -> None:
         mesh.close()
-        self._closing -= 1
+        with self._counting:
+            self._closing -= 1
 
     def _run(self) -> None:
         while (call := self._work.get()) is not None:

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 import msgspec
 
 from perdure.schema import messages as msg
-from perdure.schema.errors import RestoreError, WireError
+from perdure.schema.errors import ProtocolError, RestoreError, WireError
 from perdure.schema.ids import WorkerId
 from perdure.schema.plan import Address, Plan, Record
 from perdure.state.transfer import Chunk, Donor, Receiver, Session
+from perdure.worker import defect
 from perdure.worker.dial import connect
 from perdure.worker.handshake import HEAL, Hello
 from perdure.worker.runtime import Runtime
@@ -72,6 +73,7 @@ class Want(msgspec.Struct, frozen=True, tag=True):
     index: int
 
 
+_BROKEN = (OSError, WireError, msgspec.DecodeError)
 _FROM_DONOR = msgspec.msgpack.Decoder(Offer | Same | No)
 _FROM_JOINER = msgspec.msgpack.Decoder(Ask | Want)
 
@@ -86,10 +88,11 @@ class Desk:
 
     def on_heal(self, sock: socket.socket, hello: Hello) -> None:
         """A joiner connected (called by the listener; must not block)."""
-        threading.Thread(target=self._serve, args=(sock,), name="perdure-donor", daemon=True).start()
+        serve = defect.fatal(self._serve)
+        threading.Thread(target=serve, args=(sock,), name="perdure-donor", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError, WireError), contextlib.closing(sock):
+        with contextlib.suppress(*_BROKEN, ProtocolError), contextlib.closing(sock):
             sock.settimeout(IDLE_S)
             ask = _FROM_JOINER.decode(_receive(sock))
             if not isinstance(ask, Ask):
@@ -204,7 +207,7 @@ class Patient:
             sock.settimeout(IDLE_S)
             _send(sock, Ask(step, digest))
             return _FROM_DONOR.decode(_receive(sock)), sock
-        except (OSError, WireError, msgspec.DecodeError):
+        except _BROKEN:
             sock.close()
             return None, None
 
@@ -219,8 +222,9 @@ class Patient:
     def _take(self, lines: Sequence[_Line]) -> None:
         """All lines at once, each taking the next chunk that nobody has asked for."""
         todo: deque[Chunk] = deque(self._receiver.missing())
+        take = defect.fatal(self._take_from)
         threads = [
-            threading.Thread(target=self._take_from, args=(line, todo), name="perdure-heal", daemon=True)
+            threading.Thread(target=take, args=(line, todo), name="perdure-heal", daemon=True)
             for line in lines
         ]
         for thread in threads:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from types import FrameType
 
 from perdure.schema.errors import WireError
-from perdure.schema.messages import CoordinatorMessage, Leaving, WorkerMessage
+from perdure.schema.messages import CoordinatorMessage, Leaving, Seal, WorkerMessage
 from perdure.schema.wire import FrameReader
+from perdure.worker import defect
 from perdure.worker.boot import Context
 from perdure.worker.forked import Descriptor, close_in_children
 
@@ -28,10 +29,11 @@ class Link:
     def __init__(self, context: Context, on_message: Callable[[CoordinatorMessage], None]) -> None:
         self._context = context
         self._on_message = on_message
+        self._leaving = False
         wake, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake_fd = close_in_children(Descriptor(wake))
         close_in_children(Descriptor(self._wake))
-        self._thread = threading.Thread(target=self._run, name="perdure-link", daemon=True)
+        self._thread = threading.Thread(target=defect.fatal(self._run), name="perdure-link", daemon=True)
 
     def start(self) -> None:
         """Start reading."""
@@ -62,6 +64,7 @@ class Link:
             ready = {number for number, _ in poll.poll()}
             if self._wake_fd.fileno() in ready:
                 os.read(self._wake_fd.fileno(), 64)
+                self._leaving = True
                 self.send(Leaving())
             if control.fileno() in ready:
                 self._read(control, reader)
@@ -79,3 +82,5 @@ class Link:
             os._exit(_ORPHANED)
         for message in messages:
             self._on_message(message)
+            if self._leaving and isinstance(message, Seal):
+                self.send(Leaving())  # what was said to an earlier coordinator died with it

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from perdure.schema.errors import UsageError, WireError
 from perdure.schema.ids import NONE, Generation, WorkerId
+from perdure.worker import defect
 from perdure.worker.dial import HANDSHAKE_S
 from perdure.worker.forked import close_in_children
 from perdure.worker.handshake import HEAL, MESH, Answering, Hello
@@ -73,7 +74,7 @@ class Listener:
         self._waker = Waker()
         self._epoll.register(self._sock, select.EPOLLIN)
         self._epoll.register(self._waker.fileno(), select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="perdure-listener", daemon=True)
+        self._thread = threading.Thread(target=defect.fatal(self._run), name="perdure-listener", daemon=True)
         self._thread.start()
 
     def register(self, mesh: Adopter) -> None:

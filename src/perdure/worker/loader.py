@@ -28,11 +28,10 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -48,8 +47,8 @@ from perdure.worker.parent import die_with_parent
 from perdure.worker.rng import one_thread, seed_collate, seed_sample
 
 _PREFETCH_FACTOR = 2  # requests in flight per loader process; torch's own default
-_LOOK_S = 0.25  # between two looks at the loader processes, while one batch is waited for
-_DEATH_SEEN_S = 1.0  # from a broken connection to the death that broke it
+_LOOK_S = 0.25  # the longest wait for an answer before the loader processes are looked at
+_DEATH_SEEN_S = 1.0  # the longest from a broken connection to the end of the process that held it
 _CLOSE_GRACE_S = 1.0  # for loader processes that are busy when the loader is closed
 
 
@@ -69,7 +68,7 @@ class Loader:
         self._recipe = _Recipe(batches, key)
         self._pin = batches.pin_memory and torch.cuda.is_available()
         self._requests = LookAhead(self._request, depth=_PREFETCH_FACTOR * batches.num_workers)
-        self._iterator: Any = None
+        self._pipeline: _Pipeline | None = None
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -82,13 +81,13 @@ class Loader:
         """Fork the loader processes now, if there are to be any and they do not run yet."""
         if self._closed:
             raise ProtocolError("the loader is closed")
-        if self._iterator is None and self._batches.num_workers > 0:
-            self._iterator = _start_iterator(self._data_loader())
+        if self._pipeline is None and self._batches.num_workers > 0:
+            self._pipeline = _Pipeline(self._data_loader())
 
     @property
     def pids(self) -> list[int]:
         """The loader processes that have been started."""
-        return [] if self._iterator is None else [process.pid for process in self._iterator._workers]
+        return [] if self._pipeline is None else [process.pid for process in self._pipeline.processes]
 
     def schedule(
         self, step: int, micro_batches: Iterable[int], beyond: Iterable[tuple[int, int]] | None = None
@@ -129,7 +128,17 @@ class Loader:
     def close(self) -> None:
         """End the loader processes; one still busy after a second is killed. Closing again is harmless."""
         self._closed = True
-        self._stop()
+        deadline = time.monotonic() + _CLOSE_GRACE_S
+        self._requests.finish()
+        try:
+            while self._pipeline and self._requests.busy and time.monotonic() < deadline:
+                answer = self._pipeline.next_answer()
+                if answer is not None:
+                    self._requests.arrived(answer[0])
+        except RuntimeError:
+            pass  # one has died already: nothing is waited for any more
+        finally:
+            self._stop()
 
     def _wait_for(self, key: Key) -> Any:
         self.start()
@@ -143,37 +152,19 @@ class Loader:
         return result
 
     def _receive(self, wanted: Key) -> Any:
-        processes = self._iterator._workers
         try:
-            with _deaths_interrupt(processes):
-                while True:
-                    answer = self._next_answer()
-                    if answer is None:
-                        continue
-                    key, result = Key(*answer[0]), answer[1]  # pinning turns tuples into lists
-                    self._requests.arrived(key)
-                    if key == wanted:
-                        return result
-                    self._requests.keep(key, result)
-        except Exception:
-            try:  # torch says less about a death, or speaks of a connection that was lost with it
-                _await_death(processes)
-                _check_alive(processes)
-            finally:
-                self._stop()
-            raise
+            while True:
+                answer = self._pipeline.next_answer()  # type: ignore[union-attr] # started by _wait_for
+                if answer is None:
+                    continue
+                key, result = answer
+                self._requests.arrived(key)
+                if key == wanted:
+                    return result
+                self._requests.keep(key, result)
         except BaseException:
             self._stop()  # what is in flight can no longer be told: a later get starts afresh
             raise
-
-    def _next_answer(self) -> Any:
-        while True:
-            try:
-                return next(self._iterator)
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader timed out"):
-                    raise
-                _check_alive(self._iterator._workers)  # torch is as it was: ask again
 
     def _request(self, key: Key) -> Request | None:
         epoch, ids = self._batches.sample_ids(key.step, key.micro_batch)
@@ -196,10 +187,10 @@ class Loader:
         )
 
     def _stop(self) -> None:
-        iterator, self._iterator = self._iterator, None
+        pipeline, self._pipeline = self._pipeline, None
         self._requests.lost()
-        if iterator is not None:
-            _end_iterator(iterator)
+        if pipeline is not None:
+            pipeline.end()
 
 
 class _Recipe:
@@ -239,50 +230,82 @@ def _as_it_is(answer: Any) -> Any:
     return answer
 
 
-def _start_iterator(data_loader: DataLoader[Any]) -> Any:
-    """Fork the loader processes, without what torch does to the whole process meanwhile.
+class _Pipeline:
+    """A DataLoader's iterator, made to bear that its processes are killed at any moment.
 
-    Torch installs a SIGCHLD handler that raises in whatever the main thread is doing when a loader
-    process dies, which may be a commit. Here only `_deaths_interrupt` raises.
+    Torch's own handling of a death can hang or strike elsewhere, so it is replaced:
+
+    - its SIGCHLD handler raises in whatever the main thread is doing, which may be a commit: taken back;
+    - the event that tells processes to end has a lock, which a killed process may hold for ever: out of
+      reach; processes are ended by SIGKILL;
+    - a process killed in the middle of an answer leaves the reader waiting for the rest as long as
+      another one holds the pipe: a thread ends all when one dies, and the reader comes to the pipe's end.
     """
-    multiprocessing.util.get_temp_dir()  # made here it is removed here, however a loader process ends
-    previous = signal.getsignal(signal.SIGCHLD)
-    iterator: Any = iter(data_loader)
-    _remove_worker_pids(id(iterator))
-    iterator._worker_pids_set = False
-    if signal.getsignal(signal.SIGCHLD) is not previous:
-        signal.signal(signal.SIGCHLD, previous)
-    return iterator
 
+    def __init__(self, data_loader: DataLoader[Any]) -> None:
+        multiprocessing.util.get_temp_dir()  # made here it is removed here, however a loader process ends
+        previous = signal.getsignal(signal.SIGCHLD)
+        iterator: Any = iter(data_loader)
+        _remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+        if signal.getsignal(signal.SIGCHLD) is not previous:
+            signal.signal(signal.SIGCHLD, previous)
+        iterator._workers_done_event = threading.Event()  # looked at in this process only
+        self._pins = hasattr(iterator, "_pin_memory_thread")
+        if not self._pins:
+            iterator._worker_result_queue._writer.close()  # else the pipe would have no end
+        self._iterator = iterator
+        self.processes: list[Any] = iterator._workers
+        self._first_dead: Any = None
+        self._watcher = threading.Thread(target=self._watch, name="perdure-loaders", daemon=True)
+        self._watcher.start()
 
-def _end_iterator(iterator: Any) -> None:
-    """End an iterator's loader processes: by asking, if all can still answer.
+    def _watch(self) -> None:
+        ended = multiprocessing.connection.wait([process.sentinel for process in self.processes])
+        self._first_dead = next(process for process in self.processes if process.sentinel in ended)
+        for process in self.processes:
+            if process.sentinel not in ended:
+                process.kill()
 
-    Torch joins the processes one by one, for 5 s each: too long for one in a slow transform, hence the
-    timer. And it sets an event whose lock a process that was killed may hold for ever: then, and
-    whenever one is dead, the rest is killed and torch's own ending is left out.
-    """
-    processes = iterator._workers
-    if all(process.is_alive() for process in processes):
-        impatience = threading.Timer(_CLOSE_GRACE_S, _kill_all, (processes,))
-        impatience.start()
+    def next_answer(self) -> tuple[Key, Any] | None:
+        """The next answer in the order of the requests; None for an idle one, or if none came for a moment.
+
+        Raises RuntimeError if a process died.
+        """
         try:
-            iterator._shutdown_workers()
-        finally:
-            impatience.cancel()
-            impatience.join()
-        _remove_shared_memory(processes)
-        return
-    iterator._shutdown = True  # its __del__ has nothing left to do
-    _kill_all(processes)
-    for process in processes:
-        process.join()
-    if hasattr(iterator, "_pin_memory_thread"):
-        iterator._pin_memory_thread_done_event.set()  # it looks every 5 s
-    for queue in (*iterator._index_queues, iterator._worker_result_queue):
-        queue.cancel_join_thread()
-        queue.close()
-    _remove_shared_memory(processes)
+            answer = next(self._iterator)
+        except Exception as error:
+            late = isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
+            # A dying process closes its connections first: torch may speak of one that was lost.
+            self._watcher.join(0 if late else _DEATH_SEEN_S)
+            if self._first_dead is not None:
+                self._first_dead.join()
+                raise RuntimeError(
+                    f"loader process {self._first_dead.pid} died (exit code {self._first_dead.exitcode}; "
+                    "-N: by signal N): its stderr may say why; often memory or shared memory ran out"
+                ) from error
+            if late:
+                return None  # torch is as it was, and can be asked again
+            raise
+        return None if answer is None else (Key(*answer[0]), answer[1])  # pinning makes tuples lists
+
+    def end(self) -> None:
+        """Kill the processes and wait for them."""
+        self._iterator._shutdown = True  # its __del__ has nothing left to do
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self._watcher.join()
+        queues = list(self._iterator._index_queues)
+        if self._pins:
+            self._iterator._pin_memory_thread_done_event.set()  # it reads the other queue, 5 s at a time
+        else:
+            queues.append(self._iterator._worker_result_queue)
+        for queue in queues:
+            queue.cancel_join_thread()
+            queue.close()
+        _remove_shared_memory(self.processes)
 
 
 def _remove_shared_memory(processes: list[Any]) -> None:
@@ -293,11 +316,6 @@ def _remove_shared_memory(processes: list[Any]) -> None:
     for process in processes:
         for path in Path("/dev/shm").glob(f"torch_{process.pid}_*"):
             path.unlink(missing_ok=True)
-
-
-def _kill_all(processes: list[Any]) -> None:
-    for process in processes:
-        process.kill()
 
 
 def _enter_loader_process(parent_pid: int, _worker_id: int) -> None:
@@ -317,50 +335,3 @@ def _end_unsendable(error: Exception, _answer: object) -> None:
     print("perdure: a batch cannot be sent from a loader process: return plain data, or set num_workers=0",
           file=sys.stderr, flush=True)  # fmt: skip
     os._exit(1)
-
-
-@contextmanager
-def _deaths_interrupt(processes: list[Any]) -> Iterator[None]:
-    """Meanwhile the death of one of these processes raises here at once, also if it died before.
-
-    A signal that comes just before a wait does not end the wait, and other threads than the main one
-    get none: the loader also looks every `_LOOK_S`. But only a signal ends the reading of an answer that
-    was cut in the middle.
-    """
-    _check_alive(processes)
-    previous = signal.getsignal(signal.SIGCHLD)
-    if threading.current_thread() is not threading.main_thread() or previous is None:
-        yield
-        return
-
-    def child_ended(signum: int, frame: FrameType | None) -> None:
-        if callable(previous):
-            previous(signum, frame)
-        _check_alive(processes)
-
-    signal.signal(signal.SIGCHLD, child_ended)
-    try:
-        _check_alive(processes)  # one may have died before the handler was there
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, previous)
-
-
-def _await_death(processes: list[Any]) -> None:
-    """After a failure: wait until a death that may have caused it can be seen.
-
-    A dying process closes its connections, then its sentinel, and can be waited for a moment later.
-    """
-    ended = multiprocessing.connection.wait([process.sentinel for process in processes], _DEATH_SEEN_S)
-    for process in processes:
-        if process.sentinel in ended:
-            process.join(_DEATH_SEEN_S)
-
-
-def _check_alive(processes: list[Any]) -> None:
-    for process in processes:
-        if not process.is_alive():
-            raise RuntimeError(
-                f"loader process {process.pid} died (exit code {process.exitcode}; -N: by signal N): "
-                "its own stderr may say why; often it is out of memory or of shared memory"
-            )

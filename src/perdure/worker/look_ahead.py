@@ -123,6 +123,17 @@ class LookAhead:
         self._early = {key: result for key, result in self._early.items() if key.step >= before_step}
         self._taken = {key for key in self._taken if key.step >= before_step}
 
+    @property
+    def busy(self) -> bool:
+        """Whether a batch is being loaded."""
+        return bool(self._in_flight)
+
+    def finish(self) -> None:
+        """Name nothing any more."""
+        self._demands.clear()
+        self._planned.clear()
+        self._beyond = iter(())
+
     def lost(self) -> None:
         """The loader processes are gone, and what was in flight with them."""
         self._planned.extendleft(sorted(self._in_flight, reverse=True))

@@ -11,11 +11,8 @@ which every action that could concern it notifies.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +25,7 @@ from perdure.schema.errors import ProtocolError
 from perdure.schema.ids import Generation, WorkerId
 from perdure.schema.plan import Entry, Header, Ledger, PeerMessage, Plan, Record
 from perdure.schema.progress import Phase
+from perdure.worker import defect
 from perdure.worker.float_mode import flushes_denormals
 from perdure.worker.groups import Groups
 from perdure.worker.progress import ProgressPage
@@ -35,7 +33,6 @@ from perdure.worker.reduce import Reducer, tell_all
 from perdure.worker.training import Training
 from perdure.worker.transport import Bulk, Later
 
-DEFECT_EXIT = 87
 _PEER = msgspec.msgpack.Decoder(PeerMessage)
 
 
@@ -70,6 +67,8 @@ class Runtime:
         self.page = page
         self._send = send
         self.log_samples = False
+        self.seals = 0
+        self._broken: dict[Generation, tuple[WorkerId, str]] = {}
         self.summed: tuple[tuple[int, WorkerId, tuple[int, ...]], ...] = ()
         self._samples = 0
         self.reducer = Reducer(
@@ -84,6 +83,8 @@ class Runtime:
             match action:
                 case core.Tell(message):
                     self._send(message)
+                    if isinstance(message, msg.Adopted):
+                        self._tell_trouble(message.generation)
                 case core.Wake():
                     self.changed.notify_all()
                 case core.Broadcast(generation, body):
@@ -133,6 +134,7 @@ class Runtime:
             match message:
                 case msg.Seal():
                     self.perform(self.member.seal(message))
+                    self.seals += 1
                 case msg.Open(plan):
                     self.perform(self.member.open(plan))
                 case msg.Prepare(plan):
@@ -294,9 +296,15 @@ class Runtime:
     def peer_lost(self, generation: Generation, peer: WorkerId, reason: str) -> None:
         """A connection failed: the coordinator decides what that means."""
         with self.lock:
-            plan = self.member.plan
-            if plan is not None and plan.generation == generation and self.member.sealed <= generation:
-                self._send(msg.Trouble(generation, peer, reason))
+            if self.member.sealed <= generation:
+                self._broken[generation] = (peer, reason)
+                self._tell_trouble(generation)
+
+    def _tell_trouble(self, generation: Generation) -> None:
+        """Say that a group is broken: now if it is in use or may be soon, at the latest when it is adopted."""
+        if generation in self._broken:
+            self._send(msg.Trouble(generation, *self._broken[generation]))
+            self._broken = {g: broken for g, broken in self._broken.items() if g > generation}
 
     @property
     def plan(self) -> Plan | None:
@@ -335,9 +343,7 @@ class Ear:
 
     def broken(self, error: Exception) -> None:
         """A defect: this worker cannot be trusted any more; it is replaced."""
-        traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(DEFECT_EXIT)
+        defect.end(error)
 
 
 def now() -> float:

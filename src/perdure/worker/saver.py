@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
+from perdure.core.member import Member
 from perdure.schema import messages as msg
 from perdure.schema.errors import PerdureError
-from perdure.schema.plan import Shape
 from perdure.state import checkpoint
 from perdure.state.capture import Snapshot, touched_slab
 from perdure.state.shelf import Meta, Shelf
+from perdure.worker import defect
 from perdure.worker.training import Training
 
 
@@ -26,10 +27,15 @@ class Saver:
     """Writes checkpoints of one worker."""
 
     def __init__(
-        self, training: Training, shape: Shape, seed: int, send: Callable[[msg.WorkerMessage], None]
+        self,
+        training: Training,
+        member: Member,
+        seed: int,
+        send: Callable[[msg.WorkerMessage], None],
     ) -> None:
         self._training = training
-        self._shape = shape
+        self._worker = member.worker
+        self._shape = member.shape
         self._seed = seed
         self._send = send
         self._thread: threading.Thread | None = None
@@ -49,7 +55,7 @@ class Saver:
         """A checkpoint is coming: have memory at hand whose pages exist, so that the copy is quick."""
         if self._slab is None and self._thread is None:
             nbytes = self._training.state.slab_bytes
-            self._thread = threading.Thread(target=self._touch, args=(nbytes,), daemon=True)
+            self._thread = threading.Thread(target=defect.fatal(self._touch), args=(nbytes,), daemon=True)
             self._thread.start()
 
     def _touch(self, nbytes: int) -> None:
@@ -66,7 +72,10 @@ class Saver:
             self._send(msg.CheckpointFailed(step, f"{type(error).__name__}: {error}"))
             return
         self._thread = threading.Thread(
-            target=self._write, args=(copy, step, directory), name="perdure-checkpoint", daemon=True
+            target=defect.fatal(self._write),
+            args=(copy, step, directory),
+            name="perdure-checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -79,7 +88,7 @@ class Saver:
         started = time.monotonic()
         try:
             digest = copy.digest()
-            partial = Shelf(directory).partial(step)
+            partial = Shelf(directory).partial(step, f"w{self._worker}")
             checkpoint.write(copy, partial, self.meta(step, digest))
         except (OSError, PerdureError) as error:
             self._send(msg.CheckpointFailed(step, f"{type(error).__name__}: {error}"))

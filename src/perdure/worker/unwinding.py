@@ -1,0 +1,27 @@
+"""Whether a loop is left by an exception or by `break`, asked from a generator that is being closed by it.
+
+Python closes an abandoned generator alike for both, and tells it nothing: the exception on its way is
+nobody's `sys.exception()` yet. But the traceback in the making refers to the frame that it leaves, and the
+frame still stands at the instruction that raised.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+from types import FrameType, TracebackType
+
+_RAISING = ("RAISE_VARARGS", "RERAISE")
+
+
+def unwinding(frame: FrameType) -> bool:
+    """Whether an exception is just leaving `frame`, or the block of it that holds the generator.
+
+    An exception that was caught and is kept somewhere does not count. CPython 3.11 to 3.13.
+    """
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]] in _RAISING:
+        return True
+    return any(
+        isinstance(found, TracebackType) and found.tb_frame is frame and found.tb_lasti == frame.f_lasti
+        for found in gc.get_referrers(frame)
+    )
