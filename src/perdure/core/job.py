@@ -534,7 +534,10 @@ class Job:
             return
         staying = [w for w in current if not membership.peers[w].leaving]
         room = max(0, self.staff.target - len(staying))
-        wanted = [*staying, *sorted(membership.spare)[:room]]
+        offered = membership.prepared
+        joining = [w for w in offered.joiners if w in membership.peers] if offered is not None else []
+        able = sorted({*membership.spare, *(w for w in joining if not membership.peers[w].leaving)})
+        wanted = [*staying, *able[:room]]
         if wanted and wanted != list(current):
             self._carry(membership.prepare(wanted, resting=self._heal_is_long()), now)
 
