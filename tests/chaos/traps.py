@@ -1,0 +1,308 @@
+"""Hits a worker exactly at a named moment, from inside: the test's hand in the worker process.
+
+The runtime has no hooks for this. `install` wraps its well-named methods in this one process, so that the
+thread that comes to a moment first asks `Traps.at` whether a fault is meant for it. What the runtime does
+otherwise stays as it is, but for its small pieces: tiny models still have several buckets, several shards
+and several chunks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import select
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from scenario import Scenario, Strike, strikes
+from torch import nn
+
+from perdure.chaos.faults import Fault, Manner, Moment
+from perdure.schema import messages as msg
+from perdure.schema.ids import WorkerId
+from perdure.schema.plan import Hold, PeerMessage
+from perdure.state import checkpoint
+from perdure.state.shelf import TENSORS
+from perdure.state.transfer import Donor, Receiver, Session
+from perdure.worker import api, boot, heal, runtime, training
+from perdure.worker.fold import Fold
+from perdure.worker.gradients import Buckets
+from perdure.worker.groups import Groups
+from perdure.worker.loader import Loader
+from perdure.worker.reduce import RESULT, Attempt, Reducer, tell_all
+from perdure.worker.runtime import Runtime
+from perdure.worker.transport import Bulk
+from tasks import Parts, Task
+
+BUCKET_BYTES = 16 << 10
+CHUNK_BYTES = 8 << 10
+TOGETHER_S = 20.0
+GATE_S = 30.0
+
+
+class Traps:
+    """The faults of a scenario, as one worker process meets them. Any thread may call `at`."""
+
+    def __init__(self, scenario: Scenario, directory: Path) -> None:
+        self._scenario = scenario
+        self._directory = directory
+        self._waiting = list(scenario.faults)
+        self._until = 0
+
+    def at(self, moment: Moment, step: int | None) -> None:
+        """The calling thread has come to `moment` in `step`: a fault that fits strikes here and now."""
+        for fault in self._waiting:
+            if fault.moment is moment and self._due(fault, step) and self._claim(fault):
+                self._strike(fault, step)
+                return
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The worker's runtime; None before its first step."""
+        return api._joined._runtime if api._joined is not None else None
+
+    @property
+    def step(self) -> int | None:
+        """The step in progress; None before the first plan."""
+        now = self.runtime
+        return now.member.committed + 1 if now is not None and now.plan is not None else None
+
+    @property
+    def _rank(self) -> int | None:
+        now = self.runtime
+        plan = now.plan if now is not None else None
+        return plan.ranks.index(_me()) if plan is not None and _me() in plan.ranks else None
+
+    def _due(self, fault: Fault, step: int | None) -> bool:
+        if fault.after and not (self._directory / f"{fault.after}.fired").exists():
+            return False
+        return fault.target.fits(step, self._rank, _me())
+
+    def _claim(self, fault: Fault) -> bool:
+        """Whether this process is the one that the fault strikes."""
+        try:
+            (self._directory / f"{fault.name}.claimed").touch(exist_ok=False)
+        except FileExistsError:
+            self._waiting.remove(fault)
+            return False
+        return True
+
+    def _strike(self, fault: Fault, step: int | None) -> None:
+        strike = Strike(
+            name=fault.name,
+            manner=fault.manner,
+            pid=os.getpid(),
+            worker=_me(),
+            step=step,
+            rank=self._rank,
+            thread=threading.current_thread().name,
+            together=self._meet(fault),
+        )
+        strike.note(self._directory)
+        match fault.manner:
+            case Manner.EXIT:
+                os._exit(3)
+            case Manner.RAISE:
+                # A type of its own: the same one twice without a commit between is the user's error (G7).
+                raise type(f"Raised{len(fault.name)}{fault.name.title()}", (RuntimeError,), {})(fault.name)
+            case Manner.SEGV:
+                ctypes.string_at(0)
+            case Manner.KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Manner.TERM:
+                os.kill(os.getpid(), signal.SIGTERM)
+                if fault.moment is not Moment.START_UP:
+                    return
+            case Manner.STOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return
+        threading.Event().wait()  # the signal is on its way: nothing more is done here
+
+    def _meet(self, fault: Fault) -> bool:
+        """Wait until the others that strike together with this one are at their moments too."""
+        others = [name for name in fault.together if name != fault.name]
+        if not others:
+            return True
+        mine = os.open(self._directory / f"{fault.name}.fifo", os.O_RDWR)
+        for name in others:
+            other = os.open(self._directory / f"{name}.fifo", os.O_RDWR)
+            os.write(other, b"!")
+        deadline = time.monotonic() + TOGETHER_S
+        for _ in others:
+            if not select.select([mine], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return False
+            os.read(mine, 1)
+        return True
+
+    def gate(self, step: int) -> None:
+        """In a commit: wait until everybody is at work, or will be after the next step."""
+        now = self.runtime
+        if step not in self._scenario.gates or now is None:
+            return
+        with now.changed:
+            now.changed.wait_for(lambda: self._full(now), GATE_S)
+
+    def _full(self, now: Runtime) -> bool:
+        member, plan = now.member, now.member.plan
+        if plan is None or member.sealed > plan.generation:
+            return False
+        offered = member.prepared
+        ranks = offered.ranks if offered is not None and offered.generation in member.formed else plan.ranks
+        gone = {strike.worker for strike in strikes(self._directory).values()}
+        return len(ranks) == self._scenario.members and not gone.intersection(ranks)
+
+    def around(self, task: Task, steps: int) -> Task:
+        """The task with the moments of the user's own code trapped."""
+
+        def build(seed: int) -> Parts:
+            parts = task.build(seed)
+            module = next(thing for thing in parts.protected.values() if isinstance(thing, nn.Module))
+            optimizer = next(
+                thing for thing in parts.protected.values() if isinstance(thing, torch.optim.Optimizer)
+            )
+            inner = list(module.children())[-2]
+            inner.register_forward_hook(lambda *args: self._in_forward(args[2], steps))
+            optimizer.register_step_post_hook(lambda *_: self.at(Moment.OPTIMIZER, self.step))
+
+            def commit() -> None:
+                parts.commit()
+                if self.step is not None:
+                    self.gate(self.step)
+
+            return dataclasses.replace(parts, commit=commit)
+
+        return dataclasses.replace(task, build=build)
+
+    def _in_forward(self, output: torch.Tensor, steps: int) -> None:
+        self.at(Moment.FORWARD, self.step)
+        if self.step == steps - 1:
+            self.at(Moment.LAST_STEP, self.step)
+        if output.requires_grad:
+            output.register_hook(lambda _: self.at(Moment.BACKWARD, self.step))
+
+
+def _me() -> WorkerId:
+    assert boot.CONTEXT is not None, "faults are for workers of a launcher"
+    return boot.CONTEXT.worker
+
+
+def install(traps: Traps) -> None:
+    """Wrap the runtime's methods in this process."""
+    _small_pieces()
+    _main_thread(traps)
+    _reduction(traps)
+    _healing(traps)
+    _before(Groups, "form", lambda *_: None if traps.step is not None else traps.at(Moment.FIRST_GROUP, None))
+
+    def on_message(now: Runtime, message: msg.CoordinatorMessage) -> None:
+        if isinstance(message, msg.Seal) and now.plan is not None:
+            traps.at(Moment.RECOVERY, now.member.committed + 1)
+
+    _before(Runtime, "on_message", on_message)
+
+
+def _before(owner: Any, name: str, trap: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **keywords: Any) -> Any:
+        trap(*args, **keywords)
+        return original(*args, **keywords)
+
+    setattr(owner, name, wrapped)
+
+
+def _small_pieces() -> None:
+    training.Buckets = functools.partial(Buckets, bucket_bytes=BUCKET_BYTES, first_bytes=BUCKET_BYTES // 4)  # type: ignore[assignment,misc]
+    training.Donor = functools.partial(Donor, chunk_bytes=CHUNK_BYTES)  # type: ignore[assignment,misc]
+    heal.Receiver = functools.partial(Receiver, chunk_bytes=CHUNK_BYTES)  # type: ignore[assignment,misc]
+
+
+def _main_thread(traps: Traps) -> None:
+    _before(Loader, "get", lambda _, step, *__: traps.at(Moment.DATA_FETCH, step))
+    _before(api.Job, "_checkpoint", lambda _, now: traps.at(Moment.BETWEEN, now.member.committed))
+    _before(api.Job, "_finish", lambda _, now: traps.at(Moment.AFTER_LAST, now.member.committed))
+    write = checkpoint.write
+
+    def write_trapped(snapshot: Any, directory: Path, meta: Any) -> Any:
+        def stage(name: str) -> None:
+            if name == f"{TENSORS} written":
+                traps.at(Moment.CHECKPOINT, meta.step)
+
+        return write(snapshot, directory, meta, stage)
+
+    checkpoint.write = write_trapped  # type: ignore[assignment]
+
+
+def _reduction(traps: Traps) -> None:
+    early, on_thread = Reducer.early, Reducer._on_thread
+    under_backward = threading.local()
+
+    def early_trapped(reducer: Reducer, first: int, bucket: int) -> None:
+        under_backward.now = True
+        try:
+            early(reducer, first, bucket)
+        finally:
+            under_backward.now = False
+
+    def on_thread_trapped(reducer: Reducer, attempt: Attempt, call: Callable[[], None]) -> None:
+        if not getattr(under_backward, "now", False):
+            on_thread(reducer, attempt, call)
+            return
+
+        def trapped() -> None:
+            traps.at(Moment.REDUCE, attempt.step)
+            call()
+
+        on_thread(reducer, attempt, trapped)
+
+    Reducer.early, Reducer._on_thread = early_trapped, on_thread_trapped  # type: ignore[method-assign]
+    _before(Fold, "finish", lambda *_: traps.at(Moment.FOLD, traps.step))
+    posted: Counter[int] = Counter()
+
+    def post(reducer: Reducer, attempt: Attempt, worker: WorkerId, header: Bulk, _: Any) -> None:
+        if header.kind != RESULT:
+            return
+        posted[id(attempt)] += 1
+        if posted[id(attempt)] == 2:
+            _flush(attempt.transport)  # one peer has a finished shard, the others have not
+            traps.at(Moment.GATHER, attempt.step)
+
+    _before(Reducer, "_post", post)
+
+    def tell_all_trapped(transport: Any, me: WorkerId, ranks: Sequence[WorkerId], body: PeerMessage) -> None:
+        if not isinstance(body, Hold):
+            tell_all(transport, me, ranks, body)
+            return
+        others = [worker for worker in ranks if worker != me]
+        tell_all(transport, me, others[:1], body)
+        _flush(transport)  # one peer may commit on it, the others may not
+        traps.at(Moment.LEAVING, body.step)
+        tell_all(transport, me, others[1:], body)
+
+    runtime.tell_all = tell_all_trapped
+
+
+def _flush(transport: Any) -> None:
+    for peer in list(transport._peers.values()):
+        transport._flush(peer)
+
+
+def _healing(traps: Traps) -> None:
+    served: Counter[int] = Counter()
+
+    def read_views(donor: Donor, session: Session, _: int) -> None:
+        served[id(donor)] += 1
+        if served[id(donor)] > 1:
+            traps.at(Moment.DONOR, session.step)
+
+    _before(Donor, "read_views", read_views)
+    _before(Receiver, "landed", lambda _, session, __: traps.at(Moment.JOINER, session.step))
