@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
@@ -42,6 +42,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int]:
     return draw(st.integers(batch_size * per_step, 120)), batch_size, per_step
 
 
+@settings(deadline=None)
 @given(shapes(), st.integers(0, 3), st.booleans())
 def test_an_epoch_without_the_rest_has_each_sample_at_most_once(
     shape: tuple[int, int, int], epoch: int, shuffle: bool
@@ -58,6 +59,7 @@ def test_an_epoch_without_the_rest_has_each_sample_at_most_once(
         assert set(counts) == set(range(samples))
 
 
+@settings(deadline=None)
 @given(shapes(), st.integers(0, 3), st.booleans())
 def test_an_epoch_with_the_rest_has_each_sample_exactly_once(
     shape: tuple[int, int, int], epoch: int, shuffle: bool
@@ -68,6 +70,7 @@ def test_an_epoch_with_the_rest_has_each_sample_exactly_once(
     assert all(len(ids) == batch_size for ids in micro_batches[:-1])
 
 
+@settings(deadline=None)
 @given(shapes(), st.integers(0, 40), st.data())
 def test_ids_depend_on_the_number_alone(shape: tuple[int, int, int], step: int, data: st.DataObject) -> None:
     """Not on blocks, loader processes, the default number of workers, or what was asked before."""

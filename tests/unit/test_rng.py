@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure.schema.errors import UsageError
@@ -81,6 +81,7 @@ def test_every_kind_of_work_has_draws_of_its_own() -> None:
         assert len(set(library)) == len(seen)
 
 
+@settings(deadline=None)
 @given(KEYS, KEYS)
 def test_different_keys_have_different_encodings(
     one: tuple[int | str, ...], other: tuple[int | str, ...]
