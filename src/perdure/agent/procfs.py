@@ -7,11 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Final, NamedTuple
 
 _ROUNDS = 8
 _REAP_S = 2.0
 _POLL_S = 0.002
+
+SHARED_MEMORY: Final = Path("/dev/shm")
 
 MARK: Final = "PERDURE_AGENT"
 """Environment variable that everything below one agent inherits; its value is the agent's alone."""
@@ -52,8 +55,13 @@ def end_session(session: int) -> None:
     """SIGKILL and reap what is left of a dead worker's session.
 
     The worker itself must not have been reaped: as long as it is a zombie, nothing else can get its number.
+    Shared memory that torch's loader processes had made and nobody had taken over yet goes with them.
     """
-    _end(lambda found: found.session == session and found.pid != session)
+    ended = _end(lambda found: found.session == session and found.pid != session)
+    for pid in (session, *ended):
+        for left in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+            with contextlib.suppress(OSError):
+                left.unlink()
 
 
 def end_marked(mark: str) -> None:
@@ -74,8 +82,11 @@ def reap_orphans(known: Collection[int | None]) -> None:
             _reap(found.pid)
 
 
-def _end(wanted: Callable[[Process], bool]) -> None:
-    """Kill what is wanted until a look finds nothing more, as one that is killed may have forked."""
+def _end(wanted: Callable[[Process], bool]) -> tuple[int, ...]:
+    """Kill what is wanted until a look finds nothing more, as one that is killed may have forked.
+
+    Returns the pids.
+    """
     killed: set[int] = set()
     for _ in range(_ROUNDS):
         found = [one for one in processes() if one.pid != os.getpid() and wanted(one)]
@@ -85,11 +96,13 @@ def _end(wanted: Callable[[Process], bool]) -> None:
             killed.add(one.pid)
         if not fresh:
             break
+    ended = tuple(killed)
     deadline = time.monotonic() + _REAP_S
     while killed and time.monotonic() < deadline:
         killed = {pid for pid in killed if not _reap(pid)}
         if killed:
             time.sleep(_POLL_S)
+    return ended
 
 
 def _kill(found: Process) -> None:
