@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from perdure.schema.ids import WorkerId
 from perdure.schema.plan import Leaf, Source, Span
 
-
 SHARD_UNIT = 64
 
 

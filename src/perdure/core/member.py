@@ -17,13 +17,14 @@ Every method returns actions for the runtime (or the simulator) to carry out; no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
 
 from perdure.core import assignment
 from perdure.core.exchange import Exchange, merge
+from perdure.core.step import Round, Work
 from perdure.schema import messages as msg
 from perdure.schema.errors import ProtocolError
 from perdure.schema.ids import NONE, Generation, WorkerId
@@ -38,7 +39,6 @@ from perdure.schema.plan import (
     Plan,
     Position,
     Record,
-    Run,
     Shape,
     Span,
     Switched,
@@ -126,39 +126,6 @@ class Next:
 
     do: Do
     micro_batch: int = -1
-
-
-@dataclass
-class Work:
-    """The step in progress: committed+1."""
-
-    held: tuple[Run, ...] = ()
-    in_hand: int | None = None
-    queue: list[int] = field(default_factory=list)
-    reduced: tuple[Span, ...] = ()
-    ledger: dict[int, Entry] = field(default_factory=dict)
-    entries: dict[int, Entry] = field(default_factory=dict)
-    vouched: set[int] = field(default_factory=set)
-    digests: set[str] = field(default_factory=set)
-
-    def vouch(self, header: Header) -> None:
-        """A header is here: a worker stands for its leaves, and for the state they were computed from."""
-        if header.fine:
-            self.vouched.update(entry.micro_batch for entry in header.entries)
-            self.digests.add(header.digest)
-
-
-@dataclass
-class Round:
-    """One (generation, step): what the members said of it."""
-
-    exchange: Exchange | None = None
-    headers: dict[WorkerId, Header] = field(default_factory=dict)
-    holds: set[WorkerId] = field(default_factory=set)
-    sends_complete: bool = False
-    whole: bool = False
-    refused: bool = False
-    started: bool = False
 
 
 class Member:

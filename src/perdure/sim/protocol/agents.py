@@ -46,9 +46,7 @@ class SimAgent:
             return
         self._coordinator = coordinator
         self.connections += 1
-        seen = tuple(
-            msg.WorkerSeen(w, 1, w in self._joined, self._ready.get(w)) for w in self.processes
-        )
+        seen = tuple(msg.WorkerSeen(w, 1, w in self._joined, self._ready.get(w)) for w in self.processes)
         hello = msg.AgentHello(self.name, self.name, self.workers, self.standby, ("script",), "0", seen)
         self._up.send(lambda: coordinator.hello(self, hello))
         unsent, self._unsent = self._unsent, []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from perdure.schema.ids import Generation, WorkerId
@@ -59,10 +60,10 @@ class Fabric:
             connection = self._between(worker, peer, generation)
             connection.wanted.add(worker)
             if connection.closed or not self._ends[peer].alive:
-                self._tell(worker, lambda end, p=peer: end.hung_up(generation, p))
+                self._hang_up(worker, generation, peer)
             elif len(connection.wanted) == 2:
                 delay = self._world.chance.delay(self._typical_s)
-                self._world.after(delay, lambda c=connection, p=peer: self._establish(c, worker, p))
+                self._world.after(delay, partial(self._establish, connection, worker, peer))
 
     def send(
         self, generation: Generation, source: WorkerId, peer: WorkerId, message: Any, sent: Sent | None = None
@@ -82,7 +83,7 @@ class Fabric:
             if generation < below and not connection.closed:
                 self._close(connection)
                 if peer in connection.wanted:
-                    self._tell(peer, lambda end, g=generation: end.hung_up(g, worker))
+                    self._hang_up(peer, generation, worker)
 
     def sever(self, a: WorkerId, b: WorkerId) -> bool:
         """The network breaks every connection between two workers; both see it."""
@@ -91,8 +92,8 @@ class Fabric:
             if peer == b and not connection.closed and len(connection.wanted) == 2:
                 broken = True
                 self._close(connection)
-                self._tell(a, lambda end, g=generation: end.hung_up(g, b))
-                self._tell(b, lambda end, g=generation: end.hung_up(g, a))
+                self._hang_up(a, generation, b)
+                self._hang_up(b, generation, a)
         return broken
 
     def die(self, worker: WorkerId) -> None:
@@ -105,10 +106,7 @@ class Fabric:
             if self._world.chance.flip(0.3):
                 connection.links[worker].cut()
             if peer in connection.wanted:
-                end = self._ends[peer]
-                connection.links[worker].send(
-                    lambda g=generation, e=end: e.hung_up(g, worker) if e.alive else None
-                )
+                connection.links[worker].send(partial(self._hung_up, peer, generation, worker))
 
     def direct(self) -> Link:
         """A connection of its own, for healing."""
@@ -132,8 +130,9 @@ class Fabric:
         waiting, connection.waiting = connection.waiting, []
         for source, message, sent in waiting:
             self._dispatch(connection, source, message, sent)
-        self._tell(a, lambda end: end.connected(connection.generation, b))
-        self._tell(b, lambda end: end.connected(connection.generation, a))
+        for worker, peer in ((a, b), (b, a)):
+            delay = self._world.chance.delay(self._typical_s)
+            self._world.after(delay, partial(self._connected, worker, connection.generation, peer))
 
     def _dispatch(self, connection: _Connection, source: WorkerId, message: Any, sent: Sent | None) -> None:
         peer = next(worker for worker in connection.links if worker != source)
@@ -152,7 +151,14 @@ class Fabric:
         for link in connection.links.values():
             link.cut()
 
-    def _tell(self, worker: WorkerId, what: Callable[[Endpoint], None]) -> None:
-        end = self._ends[worker]
+    def _hang_up(self, worker: WorkerId, generation: Generation, peer: WorkerId) -> None:
         delay = self._world.chance.delay(self._typical_s)
-        self._world.after(delay, lambda: what(end) if end.alive else None)
+        self._world.after(delay, partial(self._hung_up, worker, generation, peer))
+
+    def _hung_up(self, worker: WorkerId, generation: Generation, peer: WorkerId) -> None:
+        if self._ends[worker].alive:
+            self._ends[worker].hung_up(generation, peer)
+
+    def _connected(self, worker: WorkerId, generation: Generation, peer: WorkerId) -> None:
+        if self._ends[worker].alive:
+            self._ends[worker].connected(generation, peer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from perdure.schema.plan import Shape
@@ -76,8 +77,10 @@ class Schedule:
     bound_s: float = 400.0
 
 
-def draw(seed: int, kinds: tuple[str, ...] = KINDS, faults_max: int = 4) -> Schedule:
-    """The run that belongs to a seed."""
+def draw(
+    seed: int, kinds: tuple[str, ...] = KINDS, points: tuple[str, ...] = tuple(POINTS), faults_max: int = 4
+) -> Schedule:
+    """The run that belongs to a seed, with these kinds of faults at these points."""
     chance = Chance(seed)
     blocks = chance.pick((1, 2, 2, 3, 3, 4))
     per_step = blocks * chance.pick((1, 2, 2, 3))
@@ -103,7 +106,7 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS, faults_max: int = 4) -> Sche
         start_s=chance.pick((0.5, 3.0, 15.0)),
     )
     count = chance.pick((0, 1, 1, 2, 2, 3, faults_max))
-    faults = tuple(_fault(chance, kinds) for _ in range(count)) if kinds else ()
+    faults = tuple(_fault(chance, kinds, points) for _ in range(count)) if kinds else ()
     return Schedule(
         seed=seed,
         shape=shape,
@@ -118,11 +121,11 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS, faults_max: int = 4) -> Sche
     )
 
 
-def _fault(chance: Chance, kinds: tuple[str, ...]) -> Fault:
+def _fault(chance: Chance, kinds: tuple[str, ...], points: tuple[str, ...]) -> Fault:
     kind = chance.pick(kinds)
     if chance.flip(0.2):
         return Fault(kind, time_s=chance.between(0.0, 25.0))
-    point = "coordinator" if kind == "restart" and chance.flip(0.7) else chance.pick(tuple(POINTS))
+    point = "coordinator" if kind == "restart" and chance.flip(0.7) else chance.pick(points)
     return Fault(kind, point, 1 + int(chance.between(0, POINTS[point])))
 
 
@@ -138,7 +141,7 @@ class Faults:
             if fault.point:
                 self._at.setdefault((fault.point, fault.nth), []).append(fault)
             else:
-                sim.world.at(fault.time_s, lambda f=fault: self._fire(f, None))
+                sim.world.at(fault.time_s, partial(self._fire, fault, None))
 
     def reached(self, point: str, worker: SimWorker | None) -> None:
         """Some process came by a point."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from perdure.schema import messages as msg
@@ -100,7 +101,7 @@ class Healing:
             self._wanted[index] = donor
             other = self.worker.sim.workers[donor]
             self.worker.sim.line(self.worker.id, donor).send(
-                self._reaching(donor, lambda o=other, i=index: o.healing.wanted(self.worker.id, step, i))
+                self._reaching(donor, partial(other.healing.wanted, self.worker.id, step, index))
             )
 
     def answered(self, donor: WorkerId, step: int, offer: tuple[str, tuple[Record, ...]] | None) -> None:
@@ -174,7 +175,8 @@ class Healing:
         A donor that was corrupted since the last headers is not modelled: nothing would tell.
         """
         member = self.worker.member
-        return not self.worker.corrupt and member.committed == step and not member.committing and not member.healing
+        settled = not member.committing and not member.healing and not self.worker.corrupt
+        return member.committed == step and settled
 
     def _reply(self, joiner: WorkerId, what: Callable[[SimWorker], None]) -> None:
         other = self.worker.sim.workers[joiner]

@@ -14,9 +14,10 @@ from perdure.sim.protocol.world import Chance
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is searched: the kinds of faults, the parts that run, when to stop."""
+    """What is searched: the kinds and places of faults, the parts that run, when to stop."""
 
     kinds: tuple[str, ...] = faults.KINDS
+    points: tuple[str, ...] = tuple(faults.POINTS)
     faults_max: int = 4
     rig: Rig = field(default_factory=Rig)
     findings_max: int = 1
@@ -61,5 +62,5 @@ def search(seeds: Iterable[int], config: Config | None = None) -> Findings:
 
 def run(seed: int, config: Config, trace: Trace | None = None) -> Outcome:
     """One run; the same seed and code give the same run, with or without a trace."""
-    schedule = faults.draw(seed, config.kinds, config.faults_max)
+    schedule = faults.draw(seed, config.kinds, config.points, config.faults_max)
     return Simulation(schedule, config.rig, Chance(seed ^ 0x5EED), trace).run()

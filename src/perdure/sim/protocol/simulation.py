@@ -1,12 +1,12 @@
 """One run: a schedule in, an outcome out.
 
-    Simulation ── World          clock, chance, the queue of events
-               ├─ SimCoordinator ── Job, Membership, Records, Checkpoints, Tasks   (production)
-               ├─ SimAgent       relays, starts workers
-               ├─ SimWorker      ── Member, Exchange                              (production)
-               ├─ Fabric         connections between workers
-               ├─ Faults         what goes wrong
-               └─ Judge          what must never happen
+Simulation ── World          clock, chance, the queue of events
+           ├─ SimCoordinator ── Job, Membership, Records, Checkpoints, Tasks   (production)
+           ├─ SimAgent       relays, starts workers
+           ├─ SimWorker      ── Member, Exchange                              (production)
+           ├─ Fabric         connections between workers
+           ├─ Faults         what goes wrong
+           └─ Judge          what must never happen
 """
 
 from __future__ import annotations

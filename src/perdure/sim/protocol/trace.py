@@ -46,8 +46,10 @@ def words(thing: Any) -> str:
         case Header(generation, step, _, digest, entries, ready, fine):
             known = f"ready {ready}" if ready.number else ""
             covered = ",".join(str(entry.micro_batch) for entry in entries)
-            unfit = "" if fine else "not fine"
-            return " ".join(f"Header {generation} step {step} state {digest} of {covered} {known} {unfit}".split())
+            fit = "" if fine else "not fine"
+            return " ".join(
+                f"Header {generation} step {step} state {digest} of {covered} {known} {fit}".split()
+            )
         case Hold(generation, step, _) | Ledger(generation, step, _):
             return f"{type(thing).__name__} {generation} step {step}"
         case Switched(generation, base, _):
