@@ -151,15 +151,15 @@ class Judge:
         lines = self.sim.durable.records
         if record.step != len(lines):
             self.wrong(f"P18: line {len(lines)} of metrics.jsonl is step {record.step}")
-        if record.digest not in self._reached[record.step]:
-            self.wrong(f"P18: step {record.step} is written with digest {record.digest!r}")
-        if record.loss != symbols.loss(self.sim.shape, record.step):
-            self.wrong(f"P18: step {record.step} is written with loss {record.loss}")
         for worker in self.sim.workers.values():
             member = worker.member
             working = self.counts(worker) and member.plan is not None and not member.left
             if working and not worker.leaving and member.committed < record.step:
                 self.wrong(f"P18: step {record.step} is written, but w{worker.id} has not committed it")
+        if record.digest not in self._reached[record.step]:
+            self.wrong(f"P18: step {record.step} is written with digest {record.digest!r}")
+        if record.loss != symbols.loss(self.sim.shape, record.step):
+            self.wrong(f"P18: step {record.step} is written with loss {record.loss}")
 
     def published(self, written: msg.CheckpointWritten) -> None:
         """G4, G5: a checkpoint is a state that the job reached and wrote down."""
