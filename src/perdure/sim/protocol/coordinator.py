@@ -59,9 +59,9 @@ class SimCoordinator:
             digests={record.step: record.digest for record in durable.records},
             checkpoints=tuple(durable.newest_first[:2]),
         )
-        self.job = sim.rig.job(settings)
-        self.job.membership = sim.rig.membership(self.incarnation)
-        self.job.records = sim.rig.records(settings.last_step, settings.digests)
+        membership = sim.rig.membership(self.incarnation)
+        records = sim.rig.records(settings.last_step, settings.digests)
+        self.job = sim.rig.job(settings, membership, records)
         self._watch()
         sim.world.after(TICK_S, self._tick)
 

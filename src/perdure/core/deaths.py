@@ -1,0 +1,159 @@
+"""A worker or a node is gone, or must go: what that means for the job.
+
+1. `Failures` judges each death: replace the worker, or end the run (G7).
+2. A replaced worker leaves the membership at once; the vacancy is filled when events have been handled.
+3. What it had in hand besides the step (an evaluation's item, a checkpoint) goes to another worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from perdure.core.failures import Death, Decision
+from perdure.core.office import Office
+from perdure.core.plain import PlainScript
+from perdure.core.saving import Saving
+from perdure.core.staff import Node, Worker
+from perdure.schema import messages as msg
+from perdure.schema.ids import WorkerId
+
+
+class Deaths:
+    """Answers every death of a process, every lost node and every fault of a living worker."""
+
+    def __init__(self, office: Office, saving: Saving, plain: PlainScript) -> None:
+        self._office = office
+        self._saving = saving
+        self._plain = plain
+
+    def exited(self, worker: Worker, exited: msg.WorkerExited, now: float) -> None:
+        """A worker process is gone; it is not among the staff any more."""
+        office = self._office
+        self._put_down(worker.id)
+        clean = exited.exit_code == 0
+        if worker.released and (clean or office.exit_code) and office.phase in ("released", "over"):
+            office.membership.forget(worker.id)
+        elif worker.stopped or (worker.leaving and worker.released):
+            self._lost(worker.id, now)
+        elif self._plain.is_plain(worker):
+            if clean:
+                self._plain.finished(worker)
+            elif not self._stops(worker, exited, ready=self._plain.lasted(now)):
+                self._plain.start_again()
+        elif not self._stops(worker, exited, ready=worker.ready):
+            self._replace(worker, now)
+
+    def fault(self, worker: WorkerId, death: Death, detected_by: str, now: float) -> None:
+        """A fault of a living worker: end it and go on without it."""
+        office = self._office
+        who = office.staff.workers.get(worker)
+        if who is None:
+            return
+        decision = self._decide(who, death, detected_by, 0.0, who.ready)
+        if decision.action == "stop":
+            office.end(decision.exit_code, decision.message)
+            return
+        office.kill(worker)
+        office.carry(office.membership.lost(worker, corrupt=death.kind == "corrupt"), now)
+
+    def node_lost(self, node: Node, now: float) -> None:
+        """A node is out of reach: its workers are lost; it may come back as a new one."""
+        office = self._office
+        del office.staff.nodes[node.name]
+        office.say(f"node {node.name} is lost")
+        for worker in office.staff.on(node.name):
+            del office.staff.workers[worker.id]
+            self._put_down(worker.id)
+            death = Death("node", None, None, message=f"node {node.name} is out of reach")
+            decision = self._decide(worker, death, "lease", now - (node.lost_at or now), worker.ready)
+            if decision.action == "stop":
+                office.end(decision.exit_code, decision.message)
+                return
+            self._lost(worker.id, now)
+        if not office.staff.nodes:
+            office.end(1, "every node is lost")
+        self._saving.save_again()
+
+    def vanished(self, worker: Worker, now: float) -> None:
+        """An agent that said hello again does not have this worker any more."""
+        del self._office.staff.workers[worker.id]
+        self._put_down(worker.id)
+        self._lost(worker.id, now)
+
+    def outvoted(self, digests: Mapping[WorkerId, str], when: str, now: float) -> bool:
+        """P8: those whose state is not the majority's are ended; true if there are such."""
+        counts = [(list(digests.values()).count(d), -w, w) for w, d in digests.items()]
+        right = digests[max(counts)[2]]
+        wrong = [w for w, d in digests.items() if d != right]
+        for w in wrong:
+            text = f"its state {when} differs from the others'"
+            self.fault(w, Death("corrupt", None, None, message=text), "digest", now)
+        return bool(wrong)
+
+    def _stops(self, worker: Worker, exited: msg.WorkerExited, ready: bool) -> bool:
+        """Judge a death; true if it ended the run, its traceback shown first."""
+        death = _death(worker, exited)
+        detected_by = "exception" if death.exception else "pidfd"
+        decision = self._decide(worker, death, detected_by, exited.detect_s, ready)
+        if decision.action != "stop":
+            return False
+        trace = (worker.crash.traceback if worker.crash else exited.tail).rstrip()
+        self._office.end(decision.exit_code, f"{trace}\n{decision.message}" if trace else decision.message)
+        return True
+
+    def _decide(
+        self, worker: Worker, death: Death, detected_by: str, detect_s: float, ready: bool
+    ) -> Decision:
+        event = self._office.event
+        event(
+            "fault_detected",
+            worker=worker.id,
+            node=worker.node,
+            kind=death.kind,
+            detected_by=detected_by,
+            detect_s=detect_s,
+            exit_code=death.exit_code,
+            signal=death.signal,
+            message=death.message,
+            traceback=worker.crash.traceback if worker.crash else "",
+        )
+        decision = self._office.failures.judge(death, ready)
+        event(
+            "fault_decided",
+            worker=worker.id,
+            node=worker.node,
+            severity=decision.severity,
+            action=decision.action,
+            message=decision.message,
+        )
+        if decision.exit_code == 3:
+            event("given_up", message=decision.message)
+        return decision
+
+    def _replace(self, worker: Worker, now: float) -> None:
+        if self._office.phase == "released":
+            self._saving.tail_crashed(worker)
+            return
+        self._lost(worker.id, now)
+        self._saving.save_again()
+
+    def _lost(self, worker: WorkerId, now: float) -> None:
+        self._office.carry(self._office.membership.lost(worker), now)
+
+    def _put_down(self, worker: WorkerId) -> None:
+        """What a dead worker had in hand is somebody else's."""
+        self._office.carry_tasks(self._office.tasks.lost(worker))
+        self._saving.lost(worker)
+
+
+def _death(worker: Worker, exited: msg.WorkerExited) -> Death:
+    """How a worker ended, in the words of the report."""
+    crash = worker.crash
+    if crash is not None:
+        text = crash.traceback.strip().splitlines()[-1] if crash.traceback.strip() else crash.kind
+        return Death("exception", exited.exit_code, exited.signal, crash.kind, crash.where, text, crash.user)
+    if exited.signal is not None:
+        return Death("signal", None, exited.signal, message=f"ended by signal {exited.signal}")
+    return Death(
+        "exit", exited.exit_code, None, message=f"exited with code {exited.exit_code} before the loop ended"
+    )

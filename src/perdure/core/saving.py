@@ -1,0 +1,168 @@
+"""Hard state: checkpoints on the way (P18), the last one at the end, and what follows it (P17).
+
+    training ── every member has finished ──▶ saving ── written, or failed ──▶ released ──▶ over
+
+A crash in between is mended: another finished member writes the last state; a crash in the script's tail
+is mended by running it again from the last checkpoint, so tail code runs at least once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from perdure.core import checkpoints as ckpt
+from perdure.core.actions import SIGTERM, Discard, PublishCheckpoint
+from perdure.core.office import Office
+from perdure.core.staff import Vacancy, Worker
+from perdure.schema import messages as msg
+from perdure.schema.ids import WorkerId
+from perdure.schema.plan import Record
+
+SAVES_MAX = 10
+"""So many tries at the last state; then the run ends without it."""
+
+
+class Saving:
+    """Keeps the checkpoints, and takes the job from its last commit to its exit code."""
+
+    def __init__(self, office: Office) -> None:
+        self._office = office
+        self._checkpoints = ckpt.Checkpoints(office.settings.checkpoint_every)
+        self._publishing = False
+        self._saves = 0
+        self.restorable = office.settings.checkpoints
+
+    # ── on the way ──────────────────────────────────────────────────────────────────────────────────
+
+    def restart(self, step: int) -> None:
+        """Training begins after `step` (−1: anew)."""
+        self._carry(self._checkpoints.restart(step))
+
+    def record(self, record: Record) -> None:
+        """A step is known to be committed: that may be what a checkpoint waited for."""
+        self._office.record(record)
+        self._carry(self._checkpoints.known(self._office.records.agreed))
+
+    def ask(self, now: float) -> None:
+        """Have the next checkpoint written, if it is time."""
+        office = self._office
+        if office.phase != "training":
+            return
+        step = max(office.records.last, office.membership.progress)
+        writer = next(iter(office.at_home(office.membership.members)), None)
+        self._carry(self._checkpoints.due(step, writer, now))
+
+    def written(self, worker: WorkerId, message: msg.CheckpointWritten, now: float) -> None:
+        """A worker wrote aside."""
+        member = worker in self._office.membership.members
+        agreed = self._office.records.agreed
+        self._carry(self._checkpoints.written(worker, message, member, agreed, now))
+
+    def failed(self, message: msg.CheckpointFailed, now: float) -> None:
+        """A worker could not write."""
+        office = self._office
+        office.event("checkpoint_refused", step=message.step, path="", message=message.reason)
+        office.say(f"checkpoint of step {message.step} failed: {message.reason}; training goes on")
+        self._checkpoints.failed(now)
+        self._settled(message.step)
+
+    def published(self, written: msg.CheckpointWritten, path: str, reason: str) -> None:
+        """What was written aside is in place at `path`, or why not."""
+        self._publishing = False
+        if reason:
+            self._office.event("checkpoint_refused", path=written.partial, message=reason)
+        else:
+            self.restorable = (path, *(p for p in self.restorable if p != path))[:2]
+            step, nbytes, seconds = written.step, written.nbytes, written.seconds
+            self._office.event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds, path=path)
+        self._settled(written.step)
+
+    def lost(self, worker: WorkerId) -> None:
+        """A worker is gone (or what it was asked for is): it writes nothing any more."""
+        self._checkpoints.lost(worker)
+
+    def _carry(self, actions: Sequence[ckpt.Action]) -> None:
+        office = self._office
+        for action in actions:
+            match action:
+                case ckpt.Ask(worker, step):
+                    office.send(worker, msg.Checkpoint(step, office.settings.checkpoint_dir))
+                case ckpt.Publish(written):
+                    self._publishing = True
+                    office.want(PublishCheckpoint(written))
+                case ckpt.Discard(written, reason):
+                    step, path = written.step, written.partial
+                    office.event("checkpoint_refused", step=step, path=path, message=reason)
+                    office.want(Discard(written.partial))
+                    if not self._publishing:
+                        self.save_again()
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────────
+
+    def finish(self, stopping: int) -> None:
+        """Every member has finished; `stopping` is the signal that asked for it, or 0."""
+        office = self._office
+        members, workers = office.membership.members, office.staff.workers
+        office.phase = "saving"
+        step = workers[members[0]].finished
+        assert step is not None
+        for record in [workers[w].last_record for w in members]:
+            if record is not None:
+                self.record(record)  # P18: now all are known to have the last step
+        until = office.membership.shape.until if office.membership.shape else 0
+        # Without `stopping` it was an earlier life of the coordinator that was asked to stop.
+        office.exit_code = 128 + (stopping or SIGTERM) if step + 1 < until else 0
+        kept = self._checkpoints.last >= step
+        if self._checkpoints.off or step < 0 or (kept and not self._publishing):
+            self._release()
+        elif not kept:
+            self._save(step, (office.at_home(members) or list(members))[0])
+
+    def save_again(self) -> None:
+        """The last state's writer died, or what it wrote was refused: another finished member writes it."""
+        office = self._office
+        if office.phase != "saving" or self._checkpoints.asked is not None:
+            return
+        self._saves += 1
+        left = [w for w in office.staff.workers.values() if w.finished is not None]
+        if not left:
+            office.phase = "gathering"
+        elif self._saves > SAVES_MAX:
+            self._release()
+        else:
+            assert left[0].finished is not None
+            self._save(left[0].finished, left[0].id)
+
+    def tail_crashed(self, worker: Worker) -> None:
+        """The script failed after its loop: run it again, from the last checkpoint."""
+        office = self._office
+        office.membership.forget(worker.id)
+        if not self.restorable:
+            why = "failed after the last step, and without checkpoints it cannot run again"
+            office.end(1, f"worker {worker.id} {why}")
+            return
+        for other in office.staff.workers.values():
+            if other.released:
+                office.membership.forget(other.id)
+        office.hire(Vacancy(worker.node, worker.slot))
+        office.phase = "gathering"
+
+    def _save(self, step: int, writer: WorkerId) -> None:
+        self._carry(self._checkpoints.final(step, writer))
+
+    def _settled(self, step: int) -> None:
+        """A checkpoint of `step` is in place, or will not be: if it was the last, members may go."""
+        if self._office.phase == "saving" and step >= self._office.records.last:
+            self._release()
+
+    def _release(self) -> None:
+        """Members run the rest of their scripts; workers that only waited are ended."""
+        office = self._office
+        office.phase = "released"
+        for worker in office.staff.workers.values():
+            if worker.finished is None:
+                office.kill(worker.id)
+            elif not worker.released:
+                worker.released = True
+                office.send(worker.id, msg.Release(office.exit_code))
+        office.membership.end()

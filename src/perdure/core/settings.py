@@ -1,0 +1,31 @@
+"""What is fixed for one run of the coordinator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from perdure.schema.ids import WorkerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The launcher's options, and what the run directory knows of earlier runs.
+
+    `blocks`, `first_worker`, `last_step`, `digests` and `checkpoints` come from the run directory;
+    `home_node` is the node whose disk the checkpoints are on.
+    """
+
+    job: str
+    incarnation: int
+    home_node: str
+    min_nodes: int = 1
+    max_failures: int = 1000
+    checkpoint_every: int | None = None
+    digest_every: int = 1
+    log_samples: bool = False
+    blocks: int = 0
+    first_worker: WorkerId = 0
+    last_step: int = -1
+    digests: dict[int, str] = field(default_factory=dict)
+    checkpoints: tuple[str, ...] = ()
+    checkpoint_dir: str = ""
