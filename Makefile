@@ -15,6 +15,8 @@ SETUP := $(VENV)/.set-up
 # torch is named exactly and on its own: a range would take the newest build, several GB with CUDA in it.
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# pip says so, once for each package, of every local index in its configuration that lacks it.
+NO_NOISE := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 
 # A test that hangs shows every thread's stack and ends the run.
 PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
@@ -32,8 +34,8 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "perdure needs Python 3.11; set PYTHON=…")'
 	@echo "setting up $(VENV): a minute or two, once"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -c constraints.txt setuptools $(TORCH)
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PIP) install -c constraints.txt setuptools $(TORCH) $(NO_NOISE)
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]' $(NO_NOISE)
 	@touch $@
 
 demo: $(SETUP)  ## train the example GPT, kill three of four workers, compare with the undisturbed run
