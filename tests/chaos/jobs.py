@@ -106,9 +106,7 @@ class Running:
                 (line["step"], line["micro_batch"], tuple(line["ids"]))
                 for line in lines(self.run_dir / "samples.jsonl")
             ],
-            commits=[
-                Commit(pid, int(words[0]), words[1]) for pid, words in _notes(self.notes, "digests")
-            ],
+            commits=[Commit(pid, int(words[0]), words[1]) for pid, words in _notes(self.notes, "digests")],
             starts=[
                 Start(int(words[-1]), pid, int(words[0]), int(words[1]))
                 for pid, words in _notes(self.notes, "micro-batches")

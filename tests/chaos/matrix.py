@@ -1,0 +1,147 @@
+"""The kill matrix as data: which scenario hits which cell.
+
+A run takes one moment and all five manners where that is sound, one after the other, with everybody back
+between two faults. What can happen only once in a run (its first group, its last step) takes a run for
+each manner. Two losses at once, and losses down to one worker, are runs of their own at every moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from scenario import Scenario
+
+from perdure.chaos.faults import DEATHS, Fault, Manner, Moment, Target
+
+MEMBERS = 4
+ONCE = (Moment.FIRST_GROUP, Moment.LAST_STEP, Moment.AFTER_LAST)
+"""Moments that a run has one of."""
+
+AFTER_A_LOSS = (Moment.DONOR, Moment.JOINER, Moment.RECOVERY)
+"""Moments that only another loss brings about."""
+
+CHECKPOINT_EVERY = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run: its scenario, its length, and the options of `perdure run`."""
+
+    name: str
+    scenario: Scenario
+    steps: int
+    options: tuple[str, ...] = ()
+    task: str = "gpt"
+
+
+def cell(moment: Moment, manner: Manner) -> Run:
+    """The run that hits a cell; its fault has the manner's name."""
+    if moment in ONCE:
+        return _once(moment, manner)
+    if moment is Moment.START_UP:
+        return _start_up()
+    if moment is Moment.CHECKPOINT:
+        return _checkpoint()
+    return _spread(moment)
+
+
+def _spread(moment: Moment) -> Run:
+    """Five faults, each at a rank of its own, and for each the loss that brings its moment about."""
+    faults: list[Fault] = []
+    gates: list[int] = []
+    step = 2
+    turn = list(Moment).index(moment)
+    for number, manner in enumerate(DEATHS):
+        if moment in AFTER_A_LOSS:
+            before = _loss(f"before-{manner}", step, rank=(number + turn) % MEMBERS)
+            faults += [before, Fault(name=manner, moment=moment, manner=manner, after=before.name)]
+            gates += [step + 1, step + 4]
+            step += 7
+        else:
+            target = Target(since=step, rank=(number + turn) % MEMBERS)
+            faults.append(Fault(name=manner, moment=moment, manner=manner, target=target))
+            gates.append(step + 1)
+            step += 4
+    return Run(moment.name, Scenario(faults=tuple(faults), gates=tuple(gates)), step + 1)
+
+
+def _loss(name: str, step: int, rank: int, together: tuple[str, ...] = ()) -> Fault:
+    target = Target(since=step, rank=rank)
+    return Fault(name=name, moment=Moment.FORWARD, manner=Manner.KILL, target=target, together=together)
+
+
+def _once(moment: Moment, manner: Manner) -> Run:
+    target = Target(worker=1) if moment is Moment.FIRST_GROUP else Target(rank=DEATHS.index(manner) % MEMBERS)
+    fault = Fault(name=manner, moment=moment, manner=manner, target=target)
+    gates = (1,) if moment is Moment.FIRST_GROUP else ()
+    return Run(f"{moment.name}-{manner}", Scenario(faults=(fault,), gates=gates), 4)
+
+
+def _start_up() -> Run:
+    """A worker dies; its replacement dies at start-up, and so does that one's, in all five manners."""
+    faults = [
+        Fault(name=manner, moment=Moment.START_UP, manner=manner, target=Target(worker=MEMBERS + number))
+        for number, manner in enumerate(DEATHS)
+    ]
+    return Run("START_UP", Scenario(faults=(_loss("before", 2, rank=3), *faults), gates=(3,)), 6)
+
+
+def _checkpoint() -> Run:
+    faults = [
+        Fault(
+            name=manner,
+            moment=Moment.CHECKPOINT,
+            manner=manner,
+            target=Target(since=(number + 1) * CHECKPOINT_EVERY - 1),
+        )
+        for number, manner in enumerate(DEATHS)
+    ]
+    gates = tuple((number + 1) * CHECKPOINT_EVERY + 2 for number in range(len(DEATHS)))
+    steps = (len(DEATHS) + 1) * CHECKPOINT_EVERY
+    options = ("--checkpoint-every", str(CHECKPOINT_EVERY))
+    return Run("CHECKPOINT", Scenario(faults=tuple(faults), gates=gates), steps, options)
+
+
+def at_once(moment: Moment, losses: int) -> Run:
+    """So many workers are lost in one moment. What had to be lost before, is."""
+    manners = itertools.islice(itertools.cycle((Manner.KILL, Manner.EXIT, Manner.SEGV)), losses)
+    names = tuple(f"{manner}-{number}" for number, manner in enumerate(manners, 1))
+    before = tuple(_brought_about(moment, losses))
+    faults = []
+    for number, name in enumerate(names, 1):
+        here, target = moment, Target(since=2, rank=number)
+        if moment in (Moment.START_UP, Moment.FIRST_GROUP):
+            target = Target(worker=number)
+        elif moment in (Moment.LAST_STEP, Moment.AFTER_LAST):
+            target = Target(rank=number)
+        elif moment in AFTER_A_LOSS:
+            target = Target()
+        elif moment is Moment.CHECKPOINT:  # there is one writer; the others are in a step
+            here = moment if number == 1 else Moment.FORWARD
+            target = Target() if number == 1 else Target(since=5, rank=number)
+        after = before[0].name if before else ""
+        manner = Manner(name.partition("-")[0])
+        faults.append(
+            Fault(name=name, moment=here, manner=manner, target=target, after=after, together=names)
+        )
+    gates = () if moment in (Moment.LAST_STEP, Moment.AFTER_LAST) else (3, 6)
+    options = ("--checkpoint-every", "4") if moment is Moment.CHECKPOINT else ()
+    scenario = Scenario(faults=(*before, *faults), gates=gates)
+    return Run(f"{moment.name}-{losses}-at-once", scenario, 10, options)
+
+
+def _brought_about(moment: Moment, losses: int) -> Iterator[Fault]:
+    """The losses at step 2 without which the moment does not come: one, or as many as joiners are wanted."""
+    if moment in AFTER_A_LOSS:
+        count = losses if moment is Moment.JOINER else 1
+        names = tuple(f"before-{number}" for number in range(count))
+        for number, name in enumerate(names):
+            yield _loss(name, 2, MEMBERS - 1 - number, names if count > 1 else ())
+
+
+def losses_at_once(moment: Moment) -> tuple[int, ...]:
+    """How many are lost at once: two, and as many as leave one worker."""
+    left = MEMBERS - 1 if moment in (Moment.DONOR, Moment.RECOVERY) else MEMBERS
+    return (2,) if left - 2 == 1 else (2, 3)
