@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("perdure.cli.demo", "train the example GPT, kill workers, show what was lost"),
     "ps": ("perdure.cli.ps", "show the workers of a run"),
     "report": ("perdure.cli.report", "faults, recoveries and goodput of a run"),
+    "chaos": ("perdure.cli.chaos", "hit workers of a running job at random, and see whether it goes on"),
     "plan": ("perdure.cli.plan", "which job gets which nodes of a cluster"),
     "simulate": ("perdure.cli.simulate", "what a cluster loses under each recovery policy"),
 }

@@ -124,7 +124,7 @@ class Launch:
         args = self.args
         secret = read_or_make_secret(args.secret) if args.secret else new_secret()
         host, port = address(args.coordinator) if args.coordinator else ("127.0.0.1", 0)
-        node = f"{socket.gethostname()}-{os.getpid()}"
+        node = node_name(os.getpid())
         bound = _try_bind(host, port)
         if bound is not None:
             return await self._serve(bound, secret, node)
@@ -210,6 +210,11 @@ class Launch:
                 f", {faults} fault{'s' * (faults != 1)}; see: perdure report {os.path.relpath(self.run_dir)}"
             )
         self.terminal.say(text)
+
+
+def node_name(launcher_pid: int) -> str:
+    """What the node of a launcher on this machine is called."""
+    return f"{socket.gethostname()}-{launcher_pid}"
 
 
 def _try_bind(host: str, port: int) -> socket.socket | None:
