@@ -37,10 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=_number(int, 0), default=0, metavar="S", help="of the choice of times and workers")
     add(
         "--manner",
-        type=Manner,
-        choices=SIGNALS,
+        type=_manner,
         default=Manner.KILL,
-        metavar="{%(choices)s}",
+        metavar="|".join(SIGNALS),
         help="which signal; term asks to leave, what is stopped goes on at the next fault (default kill)",
     )
     add(
@@ -110,9 +109,20 @@ def _last_step(run_dir: Path) -> int:
 
 
 def _exit_code(run_dir: Path) -> int | None:
-    """What the newest end in events.jsonl says; 1 if there is none, as the launcher died then."""
-    ends = [line.exit_code for line in _lines(run_dir / "events.jsonl") if line.event == "run_ended"]
-    return ends[-1] if ends else 1
+    """How the newest run in events.jsonl ended; 1 if it does not say, as its launcher died then."""
+    code: int | None = 1
+    for line in _lines(run_dir / "events.jsonl"):
+        if line.event == "run_started":
+            code = 1
+        elif line.event == "run_ended":
+            code = line.exit_code
+    return code
+
+
+def _manner(text: str) -> Manner:
+    if text not in SIGNALS:
+        raise UsageError(f"chaos: --manner {text!r}: expected {', '.join(SIGNALS)}")
+    return Manner(text)
 
 
 def _number(kind: Callable[[str], int | float], least: float) -> Callable[[str], int | float]:
