@@ -1,0 +1,215 @@
+"""`perdure run` from outside: what a wrong command line says, how runs end, scripts without perdure."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launched import Launched
+from perdure.cli.main import main
+
+HERE = Path(__file__).parent
+PLAIN, MISBEHAVING = HERE / "plain_script.py", HERE / "misbehaving.py"
+
+
+class Launcher:
+    """Starts runs and ends them all with the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.started: list[Launched] = []
+
+    def __call__(
+        self, script: Path, mode: str, *options: object, workers: int = 2, name: str = ""
+    ) -> Launched:
+        notes = self._directory / f"{name or mode} notes"
+        notes.mkdir(exist_ok=True)
+        options = ("--nproc-per-node", workers, *options)
+        run = Launched(self._directory, (script, mode, notes), options, name or mode)
+        self.started.append(run)
+        return run
+
+    def notes(self, name: str) -> Path:
+        """Where a run's script leaves its notes."""
+        return self._directory / f"{name} notes"
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    for run in launcher.started:
+        run.end()
+
+
+# ── the command line ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run"], "SCRIPT"),
+        (["run", "no-such-script.py"], "no-such-script.py is not a file"),
+        (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node '0'"),
+        (["run", "--standby", "some", __file__], "--standby 'some'"),
+        (["run", "--no-such-option", __file__], "--no-such-option"),
+        (["run", "--nnodes", "2", __file__], "--coordinator"),
+        (["run", "--nnodes", "2:1", __file__], "1 ≤ MIN ≤ MAX"),
+        (["run", "--coordinator", "here:1", __file__], "--secret"),
+        (["run", "--coordinator", "here", "--secret", "s", __file__], "HOST:PORT"),
+        (["run", "--policy", "hope", __file__], "hope"),
+        (["no-such-command"], "no-such-command"),
+        ([], "COMMAND"),
+        (["ps", "no-such-directory"], "no-such-directory is not a directory"),
+        (["report", "no-such-directory"], "no-such-directory is not a directory"),
+        (["demo", "--steps", "2"], "at least 8"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_4(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 4
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("perdure: ")
+    assert err.count("\n") == 1
+    assert says in err
+    assert not [path.name for path in tmp_path.iterdir() if path.name != "s"]
+
+
+def test_ps_and_report_say_what_is_missing_in_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ps", str(tmp_path)]) == 4
+    assert "no run is going on in" in capsys.readouterr().err
+    (tmp_path / "coordinator.json").write_text("{")
+    assert main(["ps", str(tmp_path)]) == 4
+    assert "does not answer" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 4
+    assert "no events.jsonl and no metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", "run", "demo", "ps", "report", "plan"])
+def test_help_is_readable(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: perdure {command}".rstrip())
+    undocumented = re.findall(r"^  (--[a-z-]+)(?: [A-Z_:\[\]]+)?$(?!\n {10,}\S)", out, re.MULTILINE)
+    assert not undocumented, f"options without a word of help: {undocumented}"
+
+
+# ── scripts that do not use perdure ─────────────────────────────────────────────────────────────────
+
+
+def test_a_plain_script_starts_again_whole_in_torchruns_environment(launcher: Launcher) -> None:
+    run = launcher(PLAIN, "kill")
+    assert run.wait() == 0, run.story()
+    notes = {path.name: json.loads(path.read_text()) for path in launcher.notes("kill").iterdir()}
+    assert sorted(notes) == ["0.0", "0.1", "1.0", "1.1"]
+    for name, env in notes.items():
+        assert env["RANK"] == env["LOCAL_RANK"] == name[0]
+        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
+    assert notes["0.1"]["MASTER_PORT"] == notes["1.1"]["MASTER_PORT"]
+    # Both workers' lines are shown with whose they are, and kept in the log of the worker that printed.
+    shown = re.findall(r"^\[worker (\d+)\] rank (\d) has 3$", run.printed, re.MULTILINE)
+    assert sorted(rank for _, rank in shown) == ["0", "1"], run.printed
+    for worker, rank in shown:
+        log = run.run_dir / "logs" / f"worker-{worker}.out"
+        assert log.read_text() == f"rank {rank} has 3\n"
+    (fault,) = run.events("fault_detected")
+    assert (fault["kind"], fault["signal"]) == ("signal", signal.SIGKILL)
+
+
+def test_a_plain_script_with_an_error_of_its_own_ends_with_its_traceback(launcher: Launcher) -> None:
+    run = launcher(PLAIN, "raise")
+    assert run.wait() == 1, run.story()
+    assert re.search(r"raise ValueError.*\n.*ValueError: attempt 1\n", run.printed)
+    assert run.printed.count("an error of the script") == 1
+
+
+def test_a_plain_script_is_passed_a_signal_to_the_launcher(launcher: Launcher) -> None:
+    run = launcher(PLAIN, "wait")
+    run.until(lambda: len(list(launcher.notes("wait").glob("*.waiting"))) == 2)
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 143, run.story()
+    assert "worker 0 saved something" in run.printed
+    assert "worker 1 saved something" in run.printed
+
+
+# ── how a run with perdure ends ─────────────────────────────────────────────────────────────────────
+
+
+def test_leaving_with_exit_code_0_before_the_end_is_a_fault_and_is_mended(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "exit 0")
+    assert run.wait() == 0, run.story()
+    assert run.steps() == list(range(6))
+    report = json.loads((run.run_dir / "report.json").read_text())
+    (fault,) = report["faults"]
+    assert (fault["kind"], fault["action"]) == ("exit", "replace")
+    assert "before the loop ended" in fault["message"]
+    assert re.search(
+        r"^\[worker \d+\] half a line and the rest, from misbehaving.py$", run.printed, re.MULTILINE
+    )
+
+
+def test_the_same_error_again_is_the_scripts_and_ends_the_run_with_its_traceback(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "error")
+    assert run.wait() == 1, run.story()
+    assert run.steps() in ([0, 1], [0, 1, 2])  # step 2 is published once step 3 has shown that all have it
+    last = run.printed.rstrip().splitlines()[-3:]
+    assert any("ValueError: no such luck" in line for line in last), run.printed
+    assert "misbehaving.py:" in run.printed
+    assert len(run.events("fault_detected")) <= 2 + 1  # at most every worker's first error and one more
+
+
+def test_more_failures_than_allowed_end_the_run_with_3(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "give up", "--max-failures", 2)
+    assert run.wait() == 3, run.story()
+    assert "3 failures, more than --max-failures 2" in run.printed
+    assert len(run.events("given_up")) == 1
+    assert len(run.events("fault_detected", kind="exit", exit_code=7)) == 3
+
+
+def test_wrong_use_of_perdure_is_told_at_once_with_4(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "misuse")
+    assert run.wait() == 4, run.story()
+    assert "call step.backward(loss) instead" in run.printed
+    assert len(run.events("fault_decided", action="stop")) == 1
+
+
+def test_ctrl_c_saves_the_state_and_the_run_goes_on_from_it(launcher: Launcher, tmp_path: Path) -> None:
+    run = launcher(MISBEHAVING, "endless")
+    run.until(lambda: len(run.metrics()) > 3)
+    run.signal(signal.SIGINT)
+    assert run.wait() == 130, run.story()
+    last = run.steps()[-1]
+    assert f"{last + 1} steps committed" in run.printed
+    again = launcher(MISBEHAVING, "endless", name="endless")
+    again.until(lambda: again.steps()[-1] > last + 2)
+    assert f"step {last} is the last committed one" in again.printed
+    assert again.steps() == list(range(again.steps()[-1] + 1))
+    again.signal(signal.SIGTERM)
+    again.until(lambda: "again to end at once" in again.printed)
+    assert again.wait() == 143, again.story()
+
+
+def test_a_module_is_run_like_a_script(launcher: Launcher, tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text(MISBEHAVING.read_text())
+    options = ("--nproc-per-node", 1, "-m")
+    run = Launched(tmp_path, ("trainer", "nothing", tmp_path), options, "module")
+    launcher.started.append(run)
+    assert run.wait() == 0, run.story()
+    assert run.steps() == list(range(6))
+    assert "[worker 0] half a line and the rest, from trainer.py" in run.printed
