@@ -3,6 +3,10 @@
 A run of micro-batches is folded where plain PyTorch would fold it: its gradients accumulate in `.grad`.
 Between two runs `.grad` is re-bound, so that each run (and each single leaf) has tensors of its own. The
 first gradient of a run is whatever autograd leaves in `.grad`: it is never added to zeros (E1).
+
+A parameter whose gradient comes in several pieces per micro-batch (several calls of backward, re-entrant
+checkpointing of a tied weight) is folded here instead: autograd would add the pieces one by one to the run,
+and sum + (a + b), what a leaf of its own contributes, has other bits than (sum + a) + b.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ class Leaves:
         self._names = list(names)
         self._runs: dict[int, Gradients] = {}
         self._bound: int | None = None
+        self._apart: set[int] = set()
 
     @property
     def bound(self) -> int:
@@ -32,12 +37,24 @@ class Leaves:
         assert self._bound is not None
         return self._bound
 
+    @property
+    def incomplete(self) -> frozenset[int]:
+        """The parameters whose `.grad` is not the whole run's while autograd works on it."""
+        return frozenset(self._apart) if self._bound in self._runs else frozenset()
+
     def bind(self, first: int) -> None:
         """Let autograd accumulate into the run that starts at `first` (new, or going on)."""
         gradients = self._runs.get(first)
         for index, parameter in enumerate(self.parameters):
-            parameter.grad = gradients[index] if gradients is not None else None
+            apart = gradients is None or index in self._apart
+            parameter.grad = None if apart or gradients is None else gradients[index]
         self._bound = first
+
+    def in_pieces(self, parameters: set[int]) -> bool:
+        """These parameters' gradients came in several pieces; true if that spoilt the run that they extend."""
+        new = parameters - self._apart
+        self._apart |= parameters
+        return bool(new) and self._bound in self._runs
 
     def capture(self) -> None:
         """Take what autograd left in `.grad` as the run's gradients."""
@@ -49,6 +66,8 @@ class Leaves:
                     f"the gradient of {name} is sparse; perdure sums dense gradients only: "
                     "use sparse=False in the embedding"
                 )
+        for index in self.incomplete:
+            gradients[index] = _added(self._runs[self._bound][index], gradients[index])
         self._runs[self._bound] = gradients
 
     def get(self, first: int) -> Gradients:
@@ -64,6 +83,14 @@ class Leaves:
         """The step is committed (or void): let all go."""
         self._runs.clear()
         self._bound = None
+
+
+def _added(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum, in the memory of `total`; an absent gradient is skipped (E1)."""
+    if total is None or gradient is None:
+        return total if gradient is None else gradient
+    with torch.no_grad():
+        return total.add_(gradient)
 
 
 class Hooks:
@@ -115,8 +142,16 @@ class Hooks:
 
         return fired
 
-    def begin(self, early: Callable[[int], None] | None) -> None:
-        """A micro-batch starts; `early(bucket)` is called when a bucket is final, if that can be known."""
+    @property
+    def several(self) -> set[int]:
+        """The parameters whose gradient came in more than one piece in this micro-batch."""
+        return {index for index, count in enumerate(self._fired) if count > 1}
+
+    def begin(self, early: Callable[[int], None] | None, late: frozenset[int] = frozenset()) -> None:
+        """A micro-batch starts; `early(bucket)` is called when a bucket is final, if that can be known.
+
+        The buckets of the parameters in `late` wait for the micro-batch's end.
+        """
         self._fired = [0] * len(self._fired)
         self._gone = [False] * self._buckets
         self._early = early if self.steady else None
@@ -126,6 +161,8 @@ class Hooks:
             for index, count in enumerate(self._expected):
                 if count:
                     self._waiting[self._bucket_of[index]] += 1
+            for index in late:
+                self._waiting[self._bucket_of[index]] += 1
 
     def end(self) -> set[int]:
         """The micro-batch is over: remember how the hooks fired; the buckets that went early."""

@@ -20,7 +20,7 @@ import msgspec
 from perdure.core.exchange import Exchange
 from perdure.core.member import Action, Member, StartExchange
 from perdure.schema.ids import Generation, WorkerId
-from perdure.schema.plan import Entry, Ledger, PeerMessage, Run, Shape, Span
+from perdure.schema.plan import Entry, Leaf, Ledger, PeerMessage, Run, Shape, Span
 from perdure.worker.buffers import Buffers
 from perdure.worker.float_mode import flush_denormals
 from perdure.worker.fold import Fold, Scratch
@@ -43,9 +43,11 @@ class Attempt:
     folds: list[Fold | None] = field(default_factory=list)
     put_off: dict[int, dict[int, tuple[WorkerId, Bulk]]] = field(default_factory=dict)
     complete: set[int] = field(default_factory=set)
+    given: set[tuple[int, int]] = field(default_factory=set)
     expected: int = 0
     sent: int = 0
     said: bool = False
+    spoilt: bool = False
 
 
 @dataclass
@@ -126,6 +128,11 @@ class Reducer:
         self._leaves.clear()
         self.results.clear()
 
+    def spoil(self) -> None:
+        """Something wrong went early: nothing more of this worker's goes into the round, which nobody commits."""
+        if self._attempt is not None:
+            self._attempt.spoilt = True
+
     def committed(self) -> None:
         """The step is committed: its leaves may go."""
         self._attempt = None
@@ -137,20 +144,25 @@ class Reducer:
 
     # ── main thread ─────────────────────────────────────────────────────────────────────────────────
 
-    def leaf_final(self, first: int, gone: set[int], entries: Sequence[Entry]) -> None:
-        """A leaf that the round wants is complete; buckets in `gone` went early."""
+    def leaf_final(self, first: int, entries: Sequence[Entry]) -> None:
+        """A leaf that the round wants is complete."""
         attempt = self._attempt
-        if attempt is None or not self._wanted(attempt, first):
+        if attempt is None or attempt.spoilt or not self._wanted(attempt, first):
             return
         gradients = self._leaves.get(first)
         self._tell_ledger(attempt, entries)
-        rest = [bucket for bucket in range(len(self._buckets)) if bucket not in gone]
-        self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, rest))
+        every = range(len(self._buckets))
+        self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, every))
 
-    def early(self, first: int, bucket: int) -> None:
-        """A bucket of the leaf in hand is final, under the last backward: only enqueue (E4)."""
-        attempt = self._attempt
-        if attempt is not None:
+    def early(self, first: int, stop: int, bucket: int) -> None:
+        """A bucket of the leaf in hand, which ends before `stop`, is final under the last backward.
+
+        The round may have changed since the micro-batch began: then the leaf may have to grow further.
+        """
+        with self._lock:
+            attempt = self._attempt
+            final = attempt is not None and Leaf(first, stop - first, self._member.worker) in attempt.exchange.leaves
+        if attempt is not None and final:
             gradients = [parameter.grad for parameter in self._leaves.parameters]
             self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, [bucket]))
 
@@ -264,9 +276,12 @@ class Reducer:
         self._maybe_all_sent(attempt)
 
     def _contribute(self, attempt: Attempt, first: int, gradients: Gradients, buckets: Sequence[int]) -> None:
-        """A leaf of mine: its pieces to the shards' owners, its own piece into my folds."""
+        """A leaf of mine: its pieces to the shards' owners, its own piece into my folds; each once a round."""
         self._set_float_mode()
         for bucket in buckets:
+            if (first, bucket) in attempt.given:
+                continue
+            attempt.given.add((first, bucket))
             portion = self._buckets.portion(bucket, gradients)
             meta = _bits(portion.presence)
             for rank, worker in enumerate(attempt.exchange.ranks):

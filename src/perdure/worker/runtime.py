@@ -200,7 +200,7 @@ class Runtime:
         """Whether the micro-batch in hand is this worker's last of the step."""
         return not self.member.work.queue
 
-    def finish_micro_batch(self, entry: Entry, gone: set[int], void: bool) -> None:
+    def finish_micro_batch(self, entry: Entry, void: bool) -> None:
         """The micro-batch in hand is done: its leaf may be final now."""
         micro_batch = entry.micro_batch
         with self.lock:
@@ -222,12 +222,13 @@ class Runtime:
                 self.training.buffers.block_0_ended()
         if block_0:
             self.reducer.buffers_ready()
-        self.reducer.leaf_final(run.first, gone, entries)
+        self.reducer.leaf_final(run.first, entries)
 
     def unfit(self) -> None:
         """What went early was not final (E3): nobody may commit this round."""
         with self.lock:
             self.member.unfit = True
+            self.reducer.spoil()
 
     def _own_entries(self) -> tuple[Entry, ...]:
         return tuple(entry for _, entry in sorted(self.member.work.entries.items()))

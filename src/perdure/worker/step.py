@@ -73,19 +73,19 @@ class Step:
         early = None
         if runtime.last_in_queue() and not training.buffers.nbytes:
             first = training.leaves.bound
-            early = lambda bucket: runtime.reducer.early(first, bucket)  # noqa: E731
-        training.hooks.begin(early)
+            early = lambda bucket: runtime.reducer.early(first, micro_batch + 1, bucket)  # noqa: E731
+        training.hooks.begin(early, training.leaves.incomplete)
         runtime.compute_begins(micro_batch, len(self.sample_ids))
         seed_micro_batch(self._seed, self.index, micro_batch)
         return batch
 
     def _end(self) -> None:
-        hooks = self._runtime.training.hooks
+        hooks, leaves = self._runtime.training.hooks, self._runtime.training.leaves
         gone = hooks.end()
-        if self._failed:
+        if leaves.in_pieces(hooks.several) or self._failed:
             if gone or self._told_early:
                 self._runtime.unfit()
-            self._runtime.finish_micro_batch(Entry(self.micro_batch, 0.0, 0.0), set(), void=True)
+            self._runtime.finish_micro_batch(Entry(self.micro_batch, 0.0, 0.0), void=True)
             return
         if not self._calls and not self._skipped:
             raise UsageError(
@@ -93,10 +93,10 @@ class Step:
                 "step.skip()"
             )
         if hooks.violated or (self._told_early and self._calls != 1):
+            hooks.steady = False
             self._runtime.unfit()
-            gone = set()
         self._runtime.training.usual_calls = self._calls
-        self._runtime.finish_micro_batch(self._entry(), gone, void=False)
+        self._runtime.finish_micro_batch(self._entry(), void=False)
 
     def _entry(self) -> Entry:
         runtime = self._runtime
@@ -132,7 +132,8 @@ class Step:
         if scaler is not None:
             scaled = scaler.scale(scaled)
         training = self._runtime.training
-        if self._calls == 1 and training.usual_calls == 1 and self._runtime.last_in_queue():
+        usual = training.usual_calls == 1 and training.hooks.steady
+        if self._calls == 1 and usual and self._runtime.last_in_queue():
             self._told_early = True
             self._runtime.entries_early(self._entry())
         training.hooks.allowed = True
