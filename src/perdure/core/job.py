@@ -175,9 +175,9 @@ class Job:
     def asked(self, signum: int, now: float) -> list[Action]:
         """SIGINT or SIGTERM at a launcher: end at the boundary, the state saved; the second ends at once."""
         office = self._office
-        if self._stopping or self.phase in ("saving", "released"):
+        if self._stopping or self.phase == "released":
             office.end(128 + signum, "ended at once")
-        elif self.phase == "training":
+        elif self.phase in ("training", "saving"):
             office.say(f"signal {signum}: finishing the step and saving; again to end at once")
         elif self._plain.is_plain():
             self._plain.asked(signum, now)
@@ -294,6 +294,7 @@ class Job:
 
     def _on_finished(self, worker: Worker, message: msg.Finished, now: float) -> None:
         worker.finished = message.step
+        worker.broke_off = message.by_itself
         worker.last_digest = message.digest
         worker.last_record = message.record
 

@@ -157,6 +157,7 @@ class Member:
         self._announced: Plan | None = None
         self._switched_at: int | None = None
         self._final = False
+        self._broke_off = False
         self._early: list[Header | Hold | Ledger] = []
         self._dropped_below = NONE
 
@@ -346,7 +347,9 @@ class Member:
         self.committing = True
         ready = {header.ready for header in self.round.headers.values()}
         if not self.must_commit and self._announced and ready == {self._announced.generation}:
-            self._switch = self._announced
+            # After the last step nobody needs to join or leave any more.
+            last = self.committed + 2 >= self.shape.until
+            self._switch = None if last and not self._announced.stop else self._announced
         return True
 
     def commit_ended(self, record: Record) -> list[Action]:
@@ -395,7 +398,7 @@ class Member:
 
     def stop_here(self) -> list[Action]:
         """The script left the loop by itself after the last committed step, as it does on all workers."""
-        self.ended = True
+        self.ended = self._broke_off = True
         self.work, self.round = Work(), Round()
         return [Wake()]
 
@@ -563,7 +566,7 @@ class Member:
         earlier = [
             Tell(msg.Published(self.records[step])) for step in sorted(self.records) if step < self.committed
         ]
-        return [*earlier, Tell(msg.Finished(self.committed, self.digest, last))]
+        return [*earlier, Tell(msg.Finished(self.committed, self.digest, last, self._broke_off))]
 
     def _superseded(self) -> bool:
         return self.plan is not None and self.sealed > self.plan.generation

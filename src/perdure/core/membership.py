@@ -29,6 +29,10 @@ from perdure.schema.ids import Generation, WorkerId
 from perdure.schema.plan import SWITCH, Address, Plan, Position, Shape
 
 
+ASK_AGAIN_MAX = 2
+"""So often joiners are asked again whether they have the state after all, when nobody else has it."""
+
+
 @dataclass(frozen=True)
 class Tell:
     """Send a message to a worker."""
@@ -91,6 +95,7 @@ class Opening:
     generation: Generation
     members: tuple[Address, ...]
     positions: dict[WorkerId, Position] = field(default_factory=dict)
+    asked_again: int = 0
 
 
 class Membership:
@@ -289,9 +294,9 @@ class Membership:
         self._last = Generation(self._last.incarnation, self._last.number + 1)
         return self._last
 
-    def _open(self, members: tuple[Address, ...]) -> list[Action]:
+    def _open(self, members: tuple[Address, ...], asked_again: int = 0) -> list[Action]:
         """Seal everything older and collect positions (P9, P10: at least one sealed old member)."""
-        opening = Opening(self._number(), members)
+        opening = Opening(self._number(), members, asked_again=asked_again)
         self.opening = opening
         return [Tell(m.worker, msg.Seal(opening.generation, members)) for m in members]
 
@@ -301,6 +306,9 @@ class Membership:
         positions = opening.positions.values()
         if not any(resume.synced(position) for position in positions) and not self._untouched(opening):
             # P10, G5: what is left are joiners without state; they must not start the job anew.
+            if opening.asked_again < ASK_AGAIN_MAX and any(position.healing for position in positions):
+                # One may have had all of it by the time it reported; now it can say so.
+                return self._open(opening.members, opening.asked_again + 1)
             self.end()
             return [Stale(p.worker, "no survivor holds the state of the job") for p in positions]
         try:

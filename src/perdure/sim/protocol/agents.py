@@ -31,7 +31,7 @@ class SimAgent:
         self._ready: dict[WorkerId, msg.Ready] = {}
         self._up = Link(sim.world, sim.pace.control_s)
         self._down = Link(sim.world, sim.pace.control_s)
-        self._coordinator: SimCoordinator | None = None
+        self.coordinator: SimCoordinator | None = None
         self._unsent: list[msg.AgentMessage | tuple[WorkerId, msg.WorkerMessage]] = []
         self.cut_until_s = 0.0
         self.connections = 0
@@ -44,7 +44,7 @@ class SimAgent:
         if coordinator is None or self.sim.world.now < self.cut_until_s:
             self.sim.world.after(self.sim.world.chance.delay(self.sim.pace.retry_s), self.connect)
             return
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self.connections += 1
         seen = tuple(msg.WorkerSeen(w, 1, w in self._joined, self._ready.get(w)) for w in self.processes)
         hello = msg.AgentHello(self.name, self.name, self.workers, self.standby, ("script",), "0", seen)
@@ -57,12 +57,12 @@ class SimAgent:
         """The connection broke: what was under way is lost; connect again."""
         self._up.cut()
         self._down.cut()
-        self._coordinator = None
+        self.coordinator = None
         self.sim.world.after(self.sim.world.chance.delay(self.sim.pace.retry_s), self.connect)
 
     def order(self, message: msg.StartWorker | msg.StopWorker) -> None:
         """Called by the coordinator: something to do here."""
-        if self._coordinator is not None:
+        if self.coordinator is not None:
             self._down.send(lambda: self._carry_out(message))
 
     def to_worker(self, worker: WorkerId, message: msg.CoordinatorMessage) -> None:
@@ -73,7 +73,7 @@ class SimAgent:
             if process is not None:
                 process.control(message)
 
-        if self._coordinator is not None:
+        if self.coordinator is not None:
             self._down.send(deliver)
 
     def _carry_out(self, message: msg.StartWorker | msg.StopWorker) -> None:
@@ -102,7 +102,7 @@ class SimAgent:
         self._say(msg.WorkerExited(worker, exit_code, signum, 0.0, self.sim.world.now))
 
     def _say(self, message: msg.AgentMessage | tuple[WorkerId, msg.WorkerMessage]) -> None:
-        coordinator = self._coordinator
+        coordinator = self.coordinator
         if coordinator is None:
             self._unsent.append(message)
         else:

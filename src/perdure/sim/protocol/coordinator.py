@@ -177,5 +177,6 @@ class SimCoordinator:
     def die(self) -> None:
         """The coordinator's process ends; agents see their connections break."""
         self.alive = False
-        for agent in self.agents.values():
-            agent.disconnect()
+        for agent in self.sim.agents:
+            if agent.coordinator is self:
+                agent.disconnect()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from perdure.schema import messages as msg
-from perdure.schema.ids import WorkerId
+from perdure.schema.ids import NONE, WorkerId
 from perdure.schema.plan import Plan, Record
 from perdure.sim.protocol import symbols
 
@@ -57,6 +57,7 @@ class Healing:
         self._answers: dict[WorkerId, tuple[str, tuple[Record, ...]] | None] = {}
         self._wanted: dict[int, WorkerId] = {}
         self._failed: set[WorkerId] = set()
+        self._noted = NONE
 
     # ── the joiner ──────────────────────────────────────────────────────────────────────────────────
 
@@ -67,6 +68,10 @@ class Healing:
         self._answers, self._wanted, self._failed = {}, {}, set()
         self.session = self.continued(step)
         worker.hook("heal")
+        if self._noted != plan.generation:
+            self._noted = plan.generation
+            names = " ".join(f"w{donor}" for donor in donors)
+            worker.sim.note(f"w{worker.id}", f"takes the state after step {step} from {names}")
         for donor in donors:
             self._ask(donor, step)
         while not self._over(plan):
@@ -143,7 +148,9 @@ class Healing:
         state = State([session.chunks[index] for index in range(symbols.CHUNKS)])
         worker.sim.judge.healed(worker, session, state)
         worker.state = state
+        worker.healed_late = plan.generation < worker.member.sealed
         worker.hook("healed")
+        worker.sim.note(f"w{worker.id}", f"has the state {state.digest} after step {session.step}")
         worker.perform(worker.member.healed(state.digest, session.records))
         worker.tell(msg.Healed(plan.generation, session.step, symbols.CHUNKS, 0.0, "replica"))
 

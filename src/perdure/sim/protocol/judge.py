@@ -59,10 +59,10 @@ class Judge:
         self._not_twice(worker, step, micro_batch)
         self._done[step, micro_batch].add(worker.id)
 
-    def voided(self, worker: SimWorker) -> None:
+    def voided(self, worker: WorkerId) -> None:
         """P7, P8: this worker's leaves are worth nothing and may be computed again."""
         for workers in self._done.values():
-            workers.discard(worker.id)
+            workers.discard(worker)
 
     def _not_twice(self, worker: SimWorker, step: int, micro_batch: int) -> None:
         if not self.counts(worker):
@@ -116,7 +116,8 @@ class Judge:
         """G3: nobody who holds the state is thrown away."""
         worker = self.sim.workers[action.worker]
         member = worker.member
-        holds = worker.alive and not member.healing and (member.plan is not None or member.committed >= 0)
+        synced = member.plan is not None or member.committed >= 0
+        holds = worker.alive and not member.healing and synced and not worker.healed_late
         if holds and not worker.excluded:
             self.wrong(f"G3: w{worker.id} is ended although it has step {member.committed}: {action.reason}")
 
@@ -128,6 +129,9 @@ class Judge:
                 self._start_over(fields["base"])
             elif reason not in ("switch", "stop") and not self.sim.faults.disturbing:
                 self.wrong(f"generation {fields['generation']} interrupts training without a fault")
+        elif name == "refused_step":
+            for worker in fields["unfit"]:
+                self.voided(worker)
         elif name == "digest_differs" and self.sim.schedule.seeded and "corrupt" not in str(fields):
             self.wrong(f"P18: {fields}")
 

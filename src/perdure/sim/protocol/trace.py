@@ -14,15 +14,29 @@ from perdure.schema.plan import Address, Header, Hold, Leaf, Ledger, Plan, Posit
 class Trace:
     """Collects lines: time, who, what."""
 
-    def __init__(self, quiet: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, quiet: frozenset[str] = frozenset(), quiet_events: frozenset[str] = frozenset()
+    ) -> None:
+        """
+        Args:
+            quiet: types of messages that are left out.
+            quiet_events: names of the coordinator's events that are left out.
+        """
         self.lines: list[str] = []
         self._quiet = quiet
+        self._quiet_events = quiet_events
+        self._last: tuple[float, str, str] | None = None
 
     def add(self, now: float, who: str, what: str, detail: Any = None) -> None:
         """One line."""
-        if type(detail).__name__ not in self._quiet:
+        if type(detail).__name__ not in self._quiet and what not in self._quiet_events:
             text = "" if detail is None else f" {words(detail)}"
-            self.lines.append(f"{now:8.3f} {who:<11} {what}{text}")
+            if (now, who, text) == self._last and what.startswith("to "):
+                before, _, _ = self.lines.pop().rpartition(text)
+                self.lines.append(f"{before}{what[2:]}{text}")  # one message to several
+            else:
+                self.lines.append(f"{now:8.3f} {who:<11} {what}{text}")
+            self._last = (now, who, text) if what.startswith("to ") else None
 
     def __str__(self) -> str:
         return "\n".join(self.lines)

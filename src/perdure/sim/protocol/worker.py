@@ -42,6 +42,7 @@ class SimWorker:
         self.leaving = False
         self.excluded = False
         self.corrupt = False
+        self.healed_late = False
         self.unfit: int | None = None
         self.slow_s = 0.0
         self._restore: msg.Restore | None = None
@@ -113,6 +114,8 @@ class SimWorker:
             self.hook("action")
             match action:
                 case core.Tell(message):
+                    if isinstance(message, msg.Report):
+                        self.healed_late = False
                     self.tell(message)
                 case core.Wake():
                     self.wake()
@@ -135,7 +138,7 @@ class SimWorker:
                     self.sim.note(f"w{self.id}", "voids its leaves")
                     self.unfit = None
                     self.reducing.clear()
-                    self.sim.judge.voided(self)
+                    self.sim.judge.voided(self.id)
 
     def _form(self, generation: Generation, peers: list[WorkerId]) -> None:
         self._groups[generation] = (set(peers), set())
@@ -278,6 +281,7 @@ class SimWorker:
         step = self.member.committed + 1
         self.perform(self.member.start(micro_batch))
         self.sim.judge.started(self, step, micro_batch)
+        self.sim.note(f"w{self.id}", f"computes {step}.{micro_batch}")
         self.hook("start")
         state = self.state.digest
         yield self.sim.world.chance.delay(self.sim.pace.micro_batch_s)
@@ -300,6 +304,7 @@ class SimWorker:
         step = self.member.committed + 1
         sums = self.reducing.swap()
         self.sim.judge.entered(self, step, sums)
+        self.sim.note(f"w{self.id}", f"commits step {step}")
         self.hook("enter")
         after = symbols.advance(self.state.digest, step, sums)
         for index in range(symbols.CHUNKS):
@@ -314,6 +319,7 @@ class SimWorker:
         self.reducing.clear()
         self.unfit = None
         self.sim.judge.committed(self, step, self.state.digest)
+        self.sim.note(f"w{self.id}", f"has committed step {step}")
         self.perform(self.member.commit_ended(record))
         self.hook("committed")
 
