@@ -110,8 +110,9 @@ class Saving:
             if record is not None:
                 self.record(record)  # P18: now all are known to have the last step
         until = office.membership.shape.until if office.membership.shape else 0
+        early = step + 1 < until and not any(workers[w].broke_off for w in members)
         # Without `stopping` it was an earlier life of the coordinator that was asked to stop.
-        office.exit_code = 128 + (stopping or SIGTERM) if step + 1 < until else 0
+        office.exit_code = 128 + (stopping or SIGTERM) if early else 0
         kept = self._checkpoints.last >= step
         if self._checkpoints.off or step < 0 or (kept and not self._publishing):
             self._release()

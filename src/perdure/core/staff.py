@@ -36,6 +36,7 @@ class Worker:
     released: bool = False
     stopped: bool = False
     finished: int | None = None
+    broke_off: bool = False
     last_record: Record | None = None
     last_digest: str = ""
     crash: msg.Crashed | None = None

@@ -111,11 +111,15 @@ class Leaving(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """The loop ended here after committing `step`; donors stay until released (P17)."""
+    """The loop ended here after committing `step`; donors stay until released (P17).
+
+    `by_itself`: the script left it, by `break`, before its last step.
+    """
 
     step: int
     digest: str
     record: Record | None
+    by_itself: bool = False
 
 
 class Restored(Message, frozen=True):
