@@ -130,5 +130,6 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, expected: 
 
 
 def test_a_missing_trace_says_where_to_get_it() -> None:
-    with pytest.raises(UsageError, match=r"no-such-file.csv cannot be read .* get it from example.org/traces"):
+    expected = r"no-such-file.csv cannot be read .* get it from example.org/traces"
+    with pytest.raises(UsageError, match=expected):
         read_trace(cluster("no-such-file.csv", trace_source="example.org/traces"))

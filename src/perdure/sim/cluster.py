@@ -57,7 +57,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of one job."""
+    """What became of one job; `note` says why it never ran, if it did not."""
 
     steps: float
     flop: float
@@ -67,6 +67,7 @@ class JobResult:
     saves: int
     recomputed_steps: float
     gpu_seconds: dict[str, float]
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +163,10 @@ class Cluster:
             nodes = self._pool.some(job.nominal)
             layout = self._policy.begin(job.work, nodes) if nodes else None
             if layout is None and self._policy.deals == "planner":
+                job.reason = "the plan gives it no node"
                 continue
             self._give(job, nodes)
+            job.reason = f"cannot be laid out on {len(nodes)} nodes" if nodes else "the plan gives it no node"
             job.refresh(0.0)
             if layout is not None:
                 job.apply(0.0, Decision(layout, "starts"), fault=False)
@@ -193,6 +196,7 @@ class Cluster:
                 saves=counts.saves,
                 recomputed_steps=counts.recomputed_steps,
                 gpu_seconds=spent,
+                note="" if progress.furthest > 0 else job.reason,
             )
         self._journal.write(now, "end")
         gpus = (self._setup.nodes + self._setup.spares) * self._setup.gpus_per_node
@@ -402,11 +406,12 @@ class Cluster:
     ) -> bool:
         """Ask the policy and carry its answer out; False if nothing changes."""
         job.settle(now)
-        decision = self._policy.decide(job.work, job.view(free, give), event)
+        decision = self._policy.decide(job.work, job.view(free, give, self._planner.running_s), event)
         if decision is None:
             return False
         self._decisions += 1
         self._journal.write(now, "decision", job=job.name, reason=decision.reason)
+        job.reason = decision.reason
         for node in decision.release:
             if node in job.held:
                 self._take_away(job, node)

@@ -29,6 +29,7 @@ class Planner:
         self._transitions = {work.name: wait for work, wait in zip(works, transitions, strict=True)}
         self._nodes_max = nodes_max
         self._running_s = running_s
+        self.running_s = running_s(nodes_max)
         self._kept: dict[tuple[object, ...], dict[str, int]] = {}
 
     def plan(

@@ -102,6 +102,7 @@ class JobRun:
     later: Later | None = None
     saving: Saving = field(default_factory=Saving)
     waiting_since: float = 0.0
+    reason: str = "was never submitted"
     _since: float = 0.0
     _token: int = 0
     _later_token: int = 0
@@ -137,9 +138,9 @@ class JobRun:
     def slowdown(self) -> float:
         return max(self.slow.values(), default=1.0)
 
-    def view(self, free: tuple[int, ...] = (), give: tuple[int, ...] = ()) -> View:
+    def view(self, free: tuple[int, ...], give: tuple[int, ...], running_s: float) -> View:
         """What the policy is shown."""
-        return View(self.layout, self.held.keys(), self.nominal, free, give)
+        return View(self.layout, self.held.keys(), self.nominal, free, give, running_s)
 
     # -- time ------------------------------------------------------------------------------------------------
 

@@ -139,6 +139,7 @@ class Bamboo:
 
     def __init__(self, settings: BambooSettings) -> None:
         self.settings = settings
+        self._depths: dict[str, int] = {}
         self._known: dict[tuple[str, int], _Steps | None] = {}
 
     def begin(self, work: Workload, nodes: Sequence[int]) -> Layout | None:
@@ -150,12 +151,21 @@ class Bamboo:
         return self._layout(work, BambooLayout(pipelines, tuple(nodes[count * depth :]), None, depth))
 
     def depth(self, work: Workload) -> int:
-        """Nodes of one pipeline."""
+        """Nodes of one pipeline: two at least, and the fewest whose memory holds stages and shadows."""
+        if work.name not in self._depths:
+            self._depths[work.name] = self._find_depth(work)
+        return self._depths[work.name]
+
+    def _find_depth(self, work: Workload) -> int:
         if work.name in self.settings.depth or work.profile is None:
             return self.settings.depth.get(work.name, 2)
-        profile = work.profile
+        profile, copies = work.profile, self.settings.memory_factor
         node = profile.gpu_bytes * work.gpus_per_node
-        return max(2, math.ceil(self.settings.memory_factor * profile.training_bytes / node))
+        least = max(2, math.ceil(copies * profile.training_bytes / node))
+        fitting = (
+            depth for depth in range(least, profile.layers + 1) if any(grids(profile, depth, depth, copies))
+        )
+        return next(fitting, least)
 
     def decide(self, work: Workload, view: View, event: Event) -> Decision | None:
         if isinstance(event, Fault):

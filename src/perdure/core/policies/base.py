@@ -16,6 +16,7 @@ policy takes and gives exactly what was dealt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -197,6 +198,7 @@ class View:
     nominal: int
     free: Sequence[int] = ()
     give: tuple[int, ...] = ()
+    running_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,9 +86,11 @@ def plain_layout(work: Workload, nodes: int, detail: object = None) -> Layout | 
 
 
 def ideal_step_s(work: Workload, nodes: int, gpus: int, otherwise: float) -> float:
-    """A step on `gpus` GPUs at the best FLOP/s per GPU known on `nodes` nodes; `otherwise` if none is
-    known.
+    """A step on `gpus` GPUs at the best FLOP/s per GPU known on `nodes` nodes (or on the job's minimum).
+
+    `otherwise` if none is known.
     """
+    nodes = max(nodes, work.nodes_min)
     used = work.used(nodes)
     return work.ideal_step_s(nodes) * used / gpus if used else otherwise
 

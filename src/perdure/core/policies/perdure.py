@@ -45,7 +45,7 @@ from perdure.core.policies.base import (
     assumed,
     speed,
 )
-from perdure.core.policies.common import Settings, plain_layout
+from perdure.core.policies.common import Settings, layout_of, plain_layout
 from perdure.core.policies.work import Workload
 
 HANG = 3.0
@@ -87,10 +87,38 @@ class Perdure:
         return self.layout(work, len(nodes))
 
     def layout(self, work: Workload, nodes: int) -> Layout | None:
-        """The best parallel setting on `nodes` nodes."""
+        """The best parallel setting on `nodes` nodes; its `detail` is how replicas are cut, if that is
+        known.
+        """
         if work.name in self.settings.measured:
             return self.settings.measured_layout(work, nodes)
-        return plain_layout(work, nodes)
+        return plain_layout(work, nodes, work.setting(nodes))
+
+    def onto(
+        self, work: Workload, before: Layout, nodes: int, running_s: float
+    ) -> tuple[Layout | None, tuple[Stage, ...]]:
+        """What to run on `nodes` nodes after `before`, and how all must wait for it.
+
+        Replicas that stay cut as they are cost nothing. Another cut is faster perhaps, but while the state
+        is dealt out anew everybody waits: it is taken if it gets more done in `running_s`, the expected time
+        until the next loss.
+        """
+        best, old = self.layout(work, nodes), before.detail
+        if best is None:
+            return None, ()
+        new = best.detail
+        if old is None or new is None or (old.tensor, old.pipeline) == (new.tensor, new.pipeline):
+            return best, ()
+        move_s = work.state_bytes / min(before.nodes, nodes) / work.node_bytes_s
+        stages = (Stage("cut anew", self.settings.recut_s), Stage("move state", move_s))
+        kept = work.cut_setting(nodes, old.tensor, old.pipeline)
+        if kept is None or not math.isfinite(running_s):
+            return best, stages
+        stall_s = sum(stage.seconds for stage in stages)
+        if running_s / kept.step_s < (running_s - stall_s) / best.speed.step_s:
+            return best, stages
+        gpus = kept.tensor * kept.pipeline * kept.data
+        return layout_of(work, nodes, gpus, best.speed.step_s, kept.step_s, kept), ()
 
     def decide(self, work: Workload, view: View, event: Event) -> Decision | None:
         match event:
@@ -139,8 +167,10 @@ class Perdure:
         if before is None:
             return self._switch(work, view, ()) or Decision(None, "waits for nodes")
         detect_s = self.detect_s(fault, before.speed.step_s)
-        replicas = work.replicas(before.nodes)
-        gone = 1 if fault.severity == 2 else -(-len(fault.nodes) // work.replica_nodes(before.nodes))
+        cut = before.detail
+        replicas = before.nodes if cut is None else cut.data
+        spans = 1 if cut is None else max(1, cut.tensor * cut.pipeline / work.gpus_per_node)
+        gone = 1 if fault.severity == 2 else math.ceil(len(fault.nodes) / spans)
         if gone >= replicas:
             return self._restore(work, view, fault, detect_s)
         if fault.severity == 2:
@@ -149,11 +179,11 @@ class Perdure:
 
     def _heal_worker(self, work: Workload, before: Layout, detect_s: float, share: float) -> Decision:
         """One replica less until the worker's replacement on its node has the state."""
-        less, full = self._one_less(work, before.nodes), self.layout(work, before.nodes)
         stages = (Stage("regroup", self.settings.regroup_s),)
-        later = None if full is None else Later(self._ready_s(work, before.nodes), full)
+        less = one_less(work, before)
+        later = Later(self._ready_s(work, before), before)
         reason = "the others go on; the worker's replacement joins at a boundary"
-        return Decision(less or before, reason, detect_s, stages, Lost.SHARE, share, later=later)
+        return Decision(less, reason, detect_s, stages, Lost.SHARE, share, later=later)
 
     def _heal_nodes(
         self, work: Workload, view: View, before: Layout, detect_s: float, share: float
@@ -161,20 +191,22 @@ class Perdure:
         """Fewer nodes at once; those that were dealt in their place join when they have the state."""
         take, give = tuple(view.free), view.give
         nodes = len(view.held) - len(give)
-        layout, full = self.layout(work, nodes), self.layout(work, nodes + len(take))
-        decision = Decision(None, f"{nodes} nodes are too few", detect_s, (), Lost.SHARE, share, take, give)
+        regroup = Stage("regroup", self.settings.regroup_s)
+        decision = Decision(
+            None, f"{nodes} nodes are too few", detect_s, (regroup,), Lost.SHARE, share, take, give
+        )
+        ready_s = self._ready_s(work, before)
+        layout, stages = self.onto(work, before, nodes, ready_s if take else view.running_s)
+        if layout is None:  # it cannot run before the replacements are there
+            full, stages = self.onto(work, before, nodes + len(take), view.running_s)
+            waits = (regroup, Stage("start and join", ready_s), *stages) if full else ()
+            return replace(decision, layout=full, reason="waits for standbys", stages=waits)
+        reason = f"goes on with {nodes} nodes"
+        decision = replace(decision, layout=layout, reason=reason, stages=(regroup, *stages))
+        full, stages = self.onto(work, layout, nodes + len(take), view.running_s) if take else (None, ())
         if full is None:
             return decision
-        if layout is None:  # it cannot run before the replacement is there
-            ready = Stage("start and join", self._ready_s(work, nodes + len(take)))
-            stages = (*self._stages(work, before, full), ready)
-            return replace(decision, layout=full, reason="waits for standbys", stages=stages)
-        reason = f"goes on with {nodes} nodes"
-        decision = replace(decision, layout=layout, reason=reason, stages=self._stages(work, before, layout))
-        if not take:
-            return decision
-        later = Later(self._ready_s(work, full.nodes), full, self._cut_anew(work, layout, full))
-        return replace(decision, reason=f"{reason}, {len(take)} join", later=later)
+        return replace(decision, reason=f"{reason}, {len(take)} join", later=Later(ready_s, full, stages))
 
     def _restore(self, work: Workload, view: View, fault: Fault, detect_s: float) -> Decision:
         """No live replica: host memory if one node was lost (another has its copy), else the checkpoint."""
@@ -200,32 +232,40 @@ class Perdure:
         if not take and not give and before is not None:
             return None
         nodes = len(view.held) + len(take) - len(give)
-        layout = self.layout(work, nodes)
+        if before is None:
+            layout = self.layout(work, nodes)
+            if layout is None:
+                return Decision(None, f"{nodes} nodes are too few", take=take, release=give)
+            load = Stage("load", read_bytes=work.state_bytes)
+            first = (Stage("start", self.settings.start_s), load)
+            return Decision(layout, "starts", stages=first, take=take, release=give)
+        layout, stages = self.onto(work, before, nodes, view.running_s)
         if layout is None:
             reason = f"{nodes} nodes are too few"
-            return Decision(None, reason, take=take, release=give, save_first=before is not None)
-        if before is None:
-            stages = (Stage("start", self.settings.start_s), Stage("load", read_bytes=work.state_bytes))
-            return Decision(layout, "starts", stages=stages, take=take, release=give)
+            return Decision(None, reason, take=take, release=give, save_first=True)
         reason = f"switches to {nodes} nodes at a boundary"
         if not take:
-            return Decision(layout, reason, stages=self._cut_anew(work, before, layout), release=give)
-        return self._join(work, view, layout, give, reason)
+            return Decision(layout, reason, stages=stages, release=give)
+        return self._join(work, view, nodes, give, reason)
 
     def _join(
-        self, work: Workload, view: View, layout: Layout, give: tuple[int, ...], reason: str
-    ) -> Decision:
+        self, work: Workload, view: View, nodes: int, give: tuple[int, ...], reason: str
+    ) -> Decision | None:
         """Nodes of `view.free` join; until they are ready the job goes on, on what `give` leaves it."""
-        before = view.layout
+        before, take = view.layout, tuple(view.free)
         assert before is not None  # a job that does not run starts instead
-        meanwhile = self.layout(work, len(view.held) - len(give)) if give else before
-        ready_s, take = self._ready_s(work, layout.nodes), tuple(view.free)
+        ready_s = self._ready_s(work, before)
+        meanwhile, first = (
+            self.onto(work, before, len(view.held) - len(give), ready_s) if give else (before, ())
+        )
+        after, stages = self.onto(work, meanwhile or before, nodes, view.running_s)
+        if after is None:
+            return None
         if meanwhile is None:
-            waits = (Stage("start and join", ready_s), *self._cut_anew(work, before, layout))
-            return Decision(layout, reason, stages=waits, take=take, release=give)
-        later = Later(ready_s, layout, self._cut_anew(work, meanwhile, layout))
-        stages = self._cut_anew(work, before, meanwhile)
-        return Decision(meanwhile, reason, stages=stages, take=take, release=give, later=later)
+            waits = (Stage("start and join", ready_s), *stages)
+            return Decision(after, reason, stages=waits, take=take, release=give)
+        later = Later(ready_s, after, stages)
+        return Decision(meanwhile, reason, stages=first, take=take, release=give, later=later)
 
     def _leave_out(self, work: Workload, view: View, event: Slowed) -> Decision | None:
         """A slow node: replaced by a free one, or left out if the job is faster without it."""
@@ -233,44 +273,36 @@ class Perdure:
         if before is None:
             return None
         nodes = len(view.held) - 1 + len(view.free)
-        layout = self.layout(work, nodes)
+        layout, stages = self.onto(work, before, nodes, view.running_s)
         if layout is None or layout.speed.step_s >= before.speed.step_s * event.factor:
             return None
         reason = f"node {event.node} is {event.factor:.1f} × slow: goes on without it"
         if view.free:
-            return self._join(work, view, layout, (event.node,), reason)
-        return Decision(layout, reason, stages=self._cut_anew(work, before, layout), release=(event.node,))
+            return self._join(work, view, nodes, (event.node,), reason)
+        return Decision(layout, reason, stages=stages, release=(event.node,))
 
-    def _one_less(self, work: Workload, nodes: int) -> Layout | None:
-        """`nodes` nodes with one replica less: the others compute its micro-batches too.
-
-        With m micro-batches a replica and p stages a step takes (m + p − 1) times a stage's time; m grows to
-        ceil(B / ((d − 1)·micro-batch)). None if the cut is not known.
-        """
-        setting, full = work.setting(nodes), self.layout(work, nodes)
-        if setting is None or full is None or setting.data < 2:
-            return None
-        share = [
-            math.ceil(work.batch / (data * setting.micro_batch)) for data in (setting.data, setting.data - 1)
-        ]
-        slower = (share[1] + setting.pipeline - 1) / (share[0] + setting.pipeline - 1)
-        gpus = full.speed.gpus - setting.tensor * setting.pipeline
-        step_s = full.speed.step_s * slower
-        fair_s = full.speed.step_s * full.speed.gpus / gpus
-        return Layout(nodes, speed(gpus, min(fair_s, step_s), min(fair_s, step_s), step_s))
-
-    def _ready_s(self, work: Workload, nodes: int) -> float:
+    def _ready_s(self, work: Workload, layout: Layout) -> float:
         """Until a new process has started and has its node's share of one replica from live replicas."""
-        return self.settings.start_s + work.state_bytes / work.replica_nodes(nodes) / work.node_bytes_s
+        cut = layout.detail
+        spans = 1 if cut is None else max(1, math.ceil(cut.tensor * cut.pipeline / work.gpus_per_node))
+        return self.settings.start_s + work.state_bytes / spans / work.node_bytes_s
 
-    def _cut_anew(self, work: Workload, before: Layout, after: Layout) -> tuple[Stage, ...]:
-        """Nothing if every replica stays cut as it is; else the state is dealt out anew while all wait."""
-        old, new = work.setting(before.nodes), work.setting(after.nodes)
-        if old is None or new is None or (old.tensor, old.pipeline) == (new.tensor, new.pipeline):
-            return ()
-        move_s = work.state_bytes / min(before.nodes, after.nodes) / work.node_bytes_s
-        return (Stage("cut anew", self.settings.recut_s), Stage("move state", move_s))
 
-    def _stages(self, work: Workload, before: Layout, after: Layout) -> tuple[Stage, ...]:
-        """What survivors do after an unplanned loss: form a group again, and cut anew if they must."""
-        return (Stage("regroup", self.settings.regroup_s), *self._cut_anew(work, before, after))
+def one_less(work: Workload, before: Layout) -> Layout:
+    """`before` with one replica less on the same nodes: the others compute its micro-batches too.
+
+    With m micro-batches a replica and p stages a step takes (m + p − 1) times a stage's time; m grows to
+    ceil(B / ((d − 1)·micro-batch)). Where the cut is not known the work is spread over one node less.
+    """
+    cut, now = before.detail, before.speed
+    if cut is None:
+        gpus = now.gpus - work.gpus_per_node
+        return replace(
+            before, speed=speed(gpus, now.step_s * now.gpus / gpus, 0.0, now.step_s * now.gpus / gpus)
+        )
+    share = [math.ceil(work.batch / (data * cut.micro_batch)) for data in (cut.data, cut.data - 1)]
+    slower = (share[1] + cut.pipeline - 1) / (share[0] + cut.pipeline - 1)
+    gpus = now.gpus - cut.tensor * cut.pipeline
+    step_s = now.step_s * slower
+    fair_s = min(step_s, now.step_s * now.gpus / gpus)
+    return replace(before, speed=speed(gpus, fair_s, fair_s, step_s))

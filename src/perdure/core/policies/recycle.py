@@ -134,19 +134,21 @@ class Recycle:
         return self._layout(work, slots)
 
     def depth(self, work: Workload, nodes: int) -> int | None:
-        """The pipeline depth with the shortest intact step on `nodes` nodes, or None if none fits."""
+        """The depth with the shortest intact step, two pipelines or more if there are nodes for two.
+
+        With one pipeline no stage has a peer. None if no depth fits the memory.
+        """
         if work.name in self.settings.measured or work.profile is None:
             return 1 if nodes >= work.nodes_min else None
         key = (work.name, nodes)
         if key not in self._depths:
-            depths = range(1, min(nodes, work.profile.layers) + 1)
-            steps = {
-                depth: self._grid(work, nodes // depth, depth)
-                for depth in depths
-                if work.profile.layers % depth == 0
-            }
-            fitting = {depth: grid.step_s for depth, grid in steps.items() if grid is not None}
-            self._depths[key] = min(fitting, key=fitting.__getitem__, default=0)
+            found: dict[int, float] = {}
+            for depth in range(1, min(nodes, work.profile.layers) + 1):
+                if work.profile.layers % depth == 0 and (depth <= nodes // 2 or not found):
+                    grid = self._grid(work, nodes // depth, depth)
+                    if grid is not None:
+                        found[depth] = grid.step_s
+            self._depths[key] = min(found, key=found.__getitem__, default=0)
         return self._depths[key] or None
 
     def decide(self, work: Workload, view: View, event: Event) -> Decision | None:

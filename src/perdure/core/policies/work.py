@@ -10,8 +10,10 @@ from perdure.core.throughput import (
     BYTES_PER_PARAMETER,
     LINK_SHARE,
     USABLE_MEMORY,
+    Choice,
     Layout,
     Machine,
+    best_layout,
     layer_times,
 )
 from perdure.schema.cluster import Model
@@ -110,6 +112,7 @@ class Workload:
     curve: Curve
     profile: Profile | None = None
     _layouts: dict[int, Layout | None] = field(default_factory=dict, repr=False, compare=False)
+    _cuts: dict[tuple[int, int, int], Layout | None] = field(default_factory=dict, repr=False, compare=False)
 
     def ideal_step_s(self, nodes: int) -> float:
         """The shortest step known on `nodes` nodes; infinite where the job cannot run."""
@@ -125,6 +128,22 @@ class Workload:
         if nodes not in self._layouts:
             self._layouts[nodes] = self.curve.layout(nodes)
         return self._layouts[nodes]
+
+    def cut_setting(self, nodes: int, tensor: int, pipeline: int) -> Layout | None:
+        """The fastest setting on `nodes` nodes whose replicas are cut `tensor` × `pipeline` ways, or None."""
+        key = (min(nodes, self.curve.nodes_max), tensor, pipeline)
+        if key not in self._cuts:
+            model, gpus = self.curve.job.model, self.used_most(key[0])
+            known = model is not None and self.curve.job.measured is None and nodes >= self.nodes_min
+            choice = Choice(tensor=tensor, pipeline=pipeline)
+            self._cuts[key] = (
+                best_layout(model, self.curve.machine, gpus, choice) if known and model else None
+            )
+        return self._cuts[key]
+
+    def used_most(self, nodes: int) -> int:
+        """The GPUs of `nodes` nodes, the job's own limit considered."""
+        return min(nodes * self.gpus_per_node, self.curve.job.gpus.max)
 
     def replica_nodes(self, nodes: int) -> int:
         """How many nodes one copy of the model spans on `nodes` nodes; 1 where the setting is not known."""
