@@ -31,8 +31,9 @@ def seed_all(*key: int | str) -> None:
 
 
 def sample_ids(task: Any, samples: int, seed: int, step: int, m: int) -> tuple[int, list[int]]:
-    """The epoch and the samples of micro-batch `m` of `step`; what does not fill a step is dropped."""
-    epoch, index = divmod(step, samples // (task.batch_size * task.per_step))
+    """The epoch and the samples of micro-batch `m` of `step`: none where a last, short step has ended."""
+    whole = task.batch_size * task.per_step
+    epoch, index = divmod(step, samples // whole if task.drop_last else -(-samples // whole))
     order = np.arange(samples)
     order_seed = int.from_bytes(key_digest(seed, "order", epoch)[:8], "little")
     np.random.Generator(np.random.PCG64(order_seed)).shuffle(order)
@@ -40,15 +41,20 @@ def sample_ids(task: Any, samples: int, seed: int, step: int, m: int) -> tuple[i
     return epoch, order[start : start + task.batch_size].tolist()
 
 
-def fold(terms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """((t0 + t1) + t2) + …, absent ones skipped; more than 32 in a tree of runs of 32."""
-    if len(terms) > FAN_IN:
-        return fold([fold(terms[i : i + FAN_IN]) for i in range(0, len(terms), FAN_IN)])
+def add_up(terms: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """((t0 + t1) + t2) + …, absent ones skipped."""
     total = None
     for term in terms:
         if term is not None:
             total = term if total is None else total + term
     return total
+
+
+def fold(blocks: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The blocks' sum; more than 32 are added up in runs of 32, and so on."""
+    if len(blocks) > FAN_IN:
+        return fold([add_up(blocks[i : i + FAN_IN]) for i in range(0, len(blocks), FAN_IN)])
+    return add_up(blocks)
 
 
 def train(task: Any, *, seed: int, steps: int, blocks: int) -> Iterator[str]:
@@ -62,11 +68,12 @@ def train(task: Any, *, seed: int, steps: int, blocks: int) -> Iterator[str]:
         committed = [buffer.clone() for buffer in buffers]
         sums, total_weight = [], 0.0
         for block in range(blocks):
-            for parameter in parameters:
-                parameter.grad = None
+            terms = []
             put_back(buffers, committed)
             for m in range(block * size, (block + 1) * size):
                 epoch, ids = sample_ids(task, len(parts.dataset), seed, step, m)
+                if not ids:
+                    continue
                 samples = []
                 for i in ids:
                     seed_all(seed, "sample", "train", epoch, i)
@@ -74,15 +81,18 @@ def train(task: Any, *, seed: int, steps: int, blocks: int) -> Iterator[str]:
                 seed_all(seed, "collate", "train", step, m)
                 batch = default_collate(samples)
                 seed_all(seed, "micro-batch", step, m)
+                for parameter in parameters:
+                    parameter.grad = None
                 loss, weight = parts.loss(batch)
                 if loss is not None:
                     (loss * weight).backward()
                     total_weight += weight
-            sums.append([parameter.grad for parameter in parameters])
+                terms.append([parameter.grad for parameter in parameters])
+            sums.append([add_up(of_one) for of_one in zip(*terms, strict=True)] or [None] * len(parameters))
             if block == 0:
                 first_block = [buffer.clone() for buffer in buffers]
-        for parameter, terms in zip(parameters, zip(*sums, strict=True), strict=True):
-            total = fold(terms)
+        for parameter, of_one in zip(parameters, zip(*sums, strict=True), strict=True):
+            total = fold(of_one)
             parameter.grad = None if total is None else total / total_weight
         put_back(buffers, first_block)
         seed_all(seed, "commit", step)
@@ -99,8 +109,12 @@ def put_back(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
 def state_digest(protected: Mapping[str, Any]) -> str:
     """SHA-256 (hex) over the state_dicts of everything protected, in the order of the names."""
     digest = hashlib.sha256()
-    _feed(digest, {name: thing.state_dict() for name, thing in protected.items()})
+    _feed(digest, {name: _state(thing) for name, thing in protected.items()})
     return digest.hexdigest()
+
+
+def _state(thing: Any) -> Any:
+    return thing.get_state() if isinstance(thing, torch.Generator) else thing.state_dict()
 
 
 def _feed(digest: Any, value: Any) -> None:

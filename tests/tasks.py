@@ -43,6 +43,7 @@ class Task:
     build: Callable[[int], Parts]
     batch_size: int = 4
     per_step: int = 8
+    drop_last: bool = True
 
 
 class Numbers(torch.utils.data.Dataset[Any]):

@@ -51,7 +51,7 @@ class Leaves:
         self._bound = first
 
     def in_pieces(self, parameters: set[int]) -> bool:
-        """These parameters' gradients came in several pieces; true if that spoilt the run that they extend."""
+        """These parameters' gradients came in pieces; true if that spoilt the run that they extend."""
         new = parameters - self._apart
         self._apart |= parameters
         return bool(new) and self._bound in self._runs
