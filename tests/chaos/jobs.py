@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -12,10 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -30,6 +31,7 @@ HERE = Path(__file__).parent
 PERDURE = Path(sys.executable).parent / "perdure"
 DEADLINE_S = 120.0
 GONE_S = 5.0
+_IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100  # inotify(7)
 MARK = "PERDURE_TEST_RUN"
 SEED = 0
 
@@ -50,14 +52,36 @@ class Running:
     def notes(self) -> Path:
         return self.directory / "notes"
 
-    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+    def wait(self) -> int:
         """The exit code. A run that does not end in time is killed, and the test fails with what it said."""
         try:
-            return self.process.wait(deadline_s)
+            return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            self.dump()
-            self.end()
-            pytest.fail(f"no end within {deadline_s:.0f} s\n{self.story()}")
+            self.fail("no end")
+
+    def until_step(self, step: int) -> None:
+        """Wait until metrics.jsonl has a step: at least the one after it is being computed."""
+        metrics = self.run_dir / "metrics.jsonl"
+        if not wait_until(self.run_dir, lambda: any(line["step"] >= step for line in lines(metrics))):
+            self.fail(f"no step {step}")
+
+    def until_working(self) -> None:
+        """Wait until some worker has begun to compute."""
+        begun = lambda: any(path.stat().st_size for path in self.notes.glob("*.micro-batches"))  # noqa: E731
+        if not wait_until(self.notes, begun):
+            self.fail("no work")
+
+    def until_printed(self, text: str) -> None:
+        """Wait until the launcher has printed something."""
+        printed = self.directory / "printed"
+        if not wait_until(self.directory, lambda: text in printed.read_text(errors="replace")):
+            self.fail(f"{text!r} was not printed")
+
+    def fail(self, reason: str) -> NoReturn:
+        """End it and the test, with what it said."""
+        self.dump()
+        self.end()
+        pytest.fail(f"{reason} within {DEADLINE_S:.0f} s\n{self.story()}")
 
     def dump(self) -> None:
         """Have every worker print where its threads are."""
@@ -130,6 +154,7 @@ def launch(
     """Start a run of `steps` steps. Given a directory again, it goes on there."""
     scenario = scenario or Scenario()
     notes = directory / "notes"
+    (directory / "run").mkdir(parents=True, exist_ok=True)  # to be watched
     if not notes.exists():
         notes.mkdir(parents=True)
         scenario.lay_out(notes)
@@ -189,6 +214,23 @@ def _notes(notes: Path, kind: str) -> Iterator[tuple[int, list[str]]]:
             yield int(path.stem), line.split()
 
 
+def wait_until(directory: Path, happened: Callable[[], object], deadline_s: float = DEADLINE_S) -> bool:
+    """Wait for something that shows in the files of a directory: looked at whenever one changes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.inotify_init1(os.O_CLOEXEC)
+    try:
+        if libc.inotify_add_watch(fd, os.fsencode(directory), _IN_MODIFY | _IN_MOVED_TO | _IN_CREATE) < 0:
+            raise OSError(ctypes.get_errno(), "inotify_add_watch", str(directory))
+        deadline = time.monotonic() + deadline_s
+        while not happened():
+            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return False
+            os.read(fd, 65536)
+        return True
+    finally:
+        os.close(fd)
+
+
 def marked(mark: str) -> Iterator[int]:
     """The processes below a launcher that was started with this mark, itself included; not zombies."""
     wanted = f"{MARK}={mark}".encode()
@@ -232,6 +274,3 @@ def refuses(port: int) -> bool:
 def port_of(run_dir: Path) -> int:
     """Where the coordinator of a run that is going on listens."""
     return int(msgspec.json.decode((run_dir / "coordinator.json").read_bytes())["port"])
-
-
-__all__ = ["Running", "launch", "lines", "marked", "port_of", "refuses", "signal", "undisturbed"]

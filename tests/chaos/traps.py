@@ -246,10 +246,10 @@ def _reduction(traps: Traps) -> None:
     early, on_thread = Reducer.early, Reducer._on_thread
     under_backward = threading.local()
 
-    def early_trapped(reducer: Reducer, first: int, bucket: int) -> None:
+    def early_trapped(*args: Any) -> None:
         under_backward.now = True
         try:
-            early(reducer, first, bucket)
+            early(*args)
         finally:
             under_backward.now = False
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from perdure.schema.ids import WorkerId
 from perdure.schema.messages import PsRow
 
 
 class Campaign:
     """Strikes at uniformly random times at uniformly random workers.
 
-    One whole, active worker is always left alone, whoever it is: a total loss is another matter (G5).
+    One whole, active worker is always left alone, whoever it is: a total loss is another matter (G5). A
+    worker that was chosen is not counted on any more, nor chosen again.
     """
 
     def __init__(self, seed: int, every_s: float) -> None:
@@ -22,6 +24,7 @@ class Campaign:
         """
         self._random = random.Random(seed)
         self._every_s = every_s
+        self._chosen: set[WorkerId] = set()
 
     def pause_s(self) -> float:
         """How long to wait before the next strike, in seconds."""
@@ -29,9 +32,12 @@ class Campaign:
 
     def choose(self, rows: Sequence[PsRow]) -> PsRow | None:
         """The worker to strike; None if nobody can be spared just now."""
-        able = [row for row in rows if row.state == "active"]
-        living = sorted((row for row in rows if row.pid > 0), key=lambda row: row.id)
-        if len(able) > 1:
-            return self._random.choice(living)
-        others = [row for row in living if row not in able]
-        return self._random.choice(others) if able and others else None
+        living = [row for row in rows if row.pid > 0 and row.id not in self._chosen]
+        able = [row for row in living if row.state == "active"]
+        spared = able if len(able) == 1 else []
+        found = sorted((row for row in living if row not in spared), key=lambda row: row.id)
+        if not able or not found:
+            return None
+        row = self._random.choice(found)
+        self._chosen.add(row.id)
+        return row
