@@ -1,6 +1,6 @@
 """Scenarios as text: what happens, message by message, where a reviewer can read it.
 
-After a change that is understood: python -m perdure.sim.protocol.scenario --rewrite tests/protocol/scenarios/*.txt
+After a change that is understood: python -m perdure.sim.protocol.scenario --rewrite FILE…
 """
 
 from __future__ import annotations

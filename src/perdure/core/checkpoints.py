@@ -82,7 +82,12 @@ class Checkpoints:
         return [Ask(writer, step)]
 
     def written(
-        self, writer: WorkerId, written: msg.CheckpointWritten, member: bool, digests: dict[int, str], now: float
+        self,
+        writer: WorkerId,
+        written: msg.CheckpointWritten,
+        member: bool,
+        digests: dict[int, str],
+        now: float,
     ) -> list[Action]:
         """A worker wrote aside; publish when the step is known to be everybody's."""
         if self.asked is not None and self.asked[0] == writer:

@@ -28,7 +28,6 @@ from perdure.schema.errors import ProtocolError
 from perdure.schema.ids import Generation, WorkerId
 from perdure.schema.plan import SWITCH, Address, Plan, Position, Shape
 
-
 ASK_AGAIN_MAX = 2
 """So often joiners are asked again whether they have the state after all, when nobody else has it."""
 
@@ -185,9 +184,11 @@ class Membership:
         return self._open(members) if members else []
 
     def lost(self, worker: WorkerId, corrupt: bool = False) -> list[Action]:
-        """A worker is gone (reaped by its agent, or its node is out of reach)."""
+        """A worker is gone (reaped by its agent, or its node is out of reach); again it changes nothing."""
+        if worker not in self.peers:
+            return []
         bound = self._bound()
-        self.peers.pop(worker, None)
+        del self.peers[worker]
         if worker not in bound:
             if not bound and all(peer.position.committed < 0 for peer in self.peers.values()):
                 self.progress = -1  # whoever had restored the state is gone with it

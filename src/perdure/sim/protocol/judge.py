@@ -39,10 +39,11 @@ class Judge:
         if not self._blind:
             raise WrongError(what)
 
-    def _sound_peers(self, worker: SimWorker) -> bool:
-        plan = worker.member.plan
-        others = [self.sim.workers[w] for w in plan.ranks if w != worker.id] if plan is not None else []
-        return any(self.counts(other) and not other.corrupt for other in others)
+    def _look_for_corruption(self) -> None:
+        """Where sound members are no majority any more, nobody can tell who is right: stop judging."""
+        members = [w for w in self.sim.workers.values() if self.counts(w) and w.member.plan is not None]
+        corrupt = sum(worker.corrupt for worker in members)
+        self._blind |= 0 < corrupt >= len(members) - corrupt
 
     def counts(self, worker: SimWorker) -> bool:
         """Whether this worker is one of the job's: alive, and not declared lost (G4)."""
@@ -79,7 +80,7 @@ class Judge:
         state = worker.state.digest
         if worker.corrupt:  # it is found out at the next headers; until then it sums what the others sum
             state = self._epoch.get(step - 1, state)
-            self._blind |= not self._sound_peers(worker)
+            self._look_for_corruption()
         right = symbols.canonical(self.sim.shape, step, state)
         if sums != right:
             self.wrong(f"G1: w{worker.id} commits step {step} with {sums}, not {right}")
@@ -124,6 +125,7 @@ class Judge:
     def event(self, name: str, fields: dict[str, Any]) -> None:
         """A line of events.jsonl."""
         if name == "generation_opened":
+            self._look_for_corruption()
             reason = fields["reason"]
             if reason == "start":
                 self._start_over(fields["base"])
