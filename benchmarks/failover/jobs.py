@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import psutil
 from settings import WORKERS, Workload
 
 HERE = Path(__file__).parent
@@ -44,10 +44,16 @@ class Started:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        self.end()
+
+    def end(self) -> None:
+        """Kill what is left of the job: torchrun's workers outlive it, in sessions of their own."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.process.pid)
+            for process in [root, *root.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.wait()
 
     def finish(self, timeout_s: float) -> None:
         """Wait for a clean end; raises RuntimeError with the log's tail if it is another."""
