@@ -1,6 +1,8 @@
 """The run directory's files that the coordinator writes: job.json, metrics, samples, events.
 
-Each has one writer. Lines are whole or absent: a torn tail is cut off when the run is resumed.
+Each has one writer. Lines are whole or absent: a torn tail is cut off when the run is resumed. A step is
+known by its line in metrics.jsonl, which comes after its lines in samples.jsonl; samples without it are cut
+off too, as they will come again.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class RunDir:
         self.digests = self._resume_metrics()
         for file in (SAMPLES, EVENTS):
             _cut_torn_tail(path / file)
+        _cut_after(path / SAMPLES, self.last_step)
         self._metrics = open(path / METRICS, "ab")
         self._events = open(path / EVENTS, "ab")
         self._samples: BinaryIO | None = None
@@ -65,7 +68,15 @@ class RunDir:
         os.replace(aside, self.path / JOB)
 
     def record(self, record: Record) -> None:
-        """Append a step's line, and its samples' lines."""
+        """Append a step's samples' lines, then its line."""
+        if record.samples:
+            if self._samples is None:
+                self._samples = open(self.path / SAMPLES, "ab")
+            rows = [
+                {"step": record.step, "micro_batch": micro_batch, "worker": worker, "ids": ids}
+                for micro_batch, worker, ids in record.samples
+            ]
+            _append(self._samples, *rows)
         line: dict[str, Any] = {
             "step": record.step,
             "loss": record.loss,
@@ -75,14 +86,6 @@ class RunDir:
             **record.logged,
         }
         _append(self._metrics, line)
-        if record.samples:
-            if self._samples is None:
-                self._samples = open(self.path / SAMPLES, "ab")
-            for micro_batch, worker, ids in record.samples:
-                _append(
-                    self._samples,
-                    {"step": record.step, "micro_batch": micro_batch, "worker": worker, "ids": ids},
-                )
         now = time.monotonic()
         if now - self._committed_at >= COMMITTED_EVERY_S:
             self._committed_at = now
@@ -139,10 +142,23 @@ class _Line(msgspec.Struct):
     digest: str = ""
 
 
-def _append(file: BinaryIO, line: dict[str, Any]) -> None:
-    """One line, one write to the kernel."""
-    file.write(msgspec.json.encode(line) + b"\n")
+def _append(file: BinaryIO, *lines: dict[str, Any]) -> None:
+    """Whole lines, handed to the kernel before this returns."""
+    file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     file.flush()
+
+
+def _cut_after(path: Path, last_step: int) -> None:
+    """Drop the lines from the first one on that is of a later step; lines are in the order of steps."""
+    if not path.exists():
+        return
+    kept = 0
+    with open(path, "r+b") as file:
+        for line in file:
+            if msgspec.json.decode(line, type=_Line).step > last_step:
+                file.truncate(kept)
+                return
+            kept += len(line)
 
 
 def _cut_torn_tail(path: Path) -> None:
