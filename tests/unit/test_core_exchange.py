@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ def test_shards_cut_a_bucket(size: int, members: int) -> None:
     cuts = [shard(size, rank, members) for rank in range(members)]
     assert cuts[0][0] == 0
     assert cuts[-1][1] == size
-    assert all(hi == lo for (_, hi), (lo, _) in zip(cuts, cuts[1:], strict=False))
+    assert all(hi == lo for (_, hi), (lo, _) in itertools.pairwise(cuts))
     if size >= 64 * members:
         assert all(lo % 64 == 0 for lo, _ in cuts)
 
@@ -25,7 +27,7 @@ def test_merging_spans_keeps_their_elements(triples: list[tuple[int, int, int]])
     elements = {(span.bucket, i) for span in spans for i in range(span.lo, span.hi)}
     merged = merge(spans)
     assert {(span.bucket, i) for span in merged for i in range(span.lo, span.hi)} == elements
-    assert all(a.bucket < b.bucket or a.hi < b.lo for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a.bucket < b.bucket or a.hi < b.lo for a, b in itertools.pairwise(merged))
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.data())
