@@ -204,8 +204,9 @@ class Simulation:
         return True
 
     def grow(self) -> bool:
-        """Another node joins."""
-        if len(self.agents) > 3:
+        """Another node joins. A coordinator that has just started first finds the old ones."""
+        known = self.coordinator.agents if self.coordinator is not None else {}
+        if len(self.agents) > 3 or len(known) < len(self.agents):
             return False
         self.world.after(0.0, lambda: self._enter(len(self.agents)))
         return True
