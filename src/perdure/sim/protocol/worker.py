@@ -283,6 +283,8 @@ class SimWorker:
         self.sim.judge.started(self, step, micro_batch)
         self.sim.note(f"w{self.id}", f"computes {step}.{micro_batch}")
         self.hook("start")
+        if not self.member.work.queue and self.sim.world.chance.flip(0.5):
+            self._say_losses_early(step, micro_batch)
         state = self.state.digest
         yield self.sim.world.chance.delay(self.sim.pace.micro_batch_s)
         buckets = range(len(self.sim.shape.buckets))
@@ -296,6 +298,14 @@ class SimWorker:
         if any(run.first <= micro_batch < run.stop for run in self.member.work.held):
             self.reducing.accumulate(micro_batch, values)
             self.reducing.offer()
+
+    def _say_losses_early(self, step: int, micro_batch: int) -> None:
+        """Before the last backward all losses of this member are known: shards can be divided early."""
+        plan, work = self.member.plan, self.member.work
+        assert plan is not None
+        entries = (*work.entries.values(), symbols.entry(step, micro_batch))
+        work.ledger.update((entry.micro_batch, entry) for entry in entries)
+        self._broadcast(plan.generation, Ledger(plan.generation, step, self.id, entries))
 
     def _commit(self) -> Thread:
         if not self.member.enter_commit():
