@@ -98,8 +98,8 @@ def _checkpoint() -> Run:
         )
         for number, manner in enumerate(DEATHS)
     ]
-    gates = tuple((number + 1) * CHECKPOINT_EVERY + 2 for number in range(len(DEATHS)))
-    steps = (len(DEATHS) + 1) * CHECKPOINT_EVERY
+    gates = tuple((number + 1) * CHECKPOINT_EVERY + 2 for number in range(len(DEATHS) + 3))
+    steps = (len(DEATHS) + 4) * CHECKPOINT_EVERY  # a writer that is asked late writes late
     options = ("--checkpoint-every", str(CHECKPOINT_EVERY))
     return Run("CHECKPOINT", Scenario(faults=tuple(faults), gates=gates), steps, options)
 

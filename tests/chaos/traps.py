@@ -54,12 +54,11 @@ class Traps:
     def __init__(self, scenario: Scenario, directory: Path) -> None:
         self._scenario = scenario
         self._directory = directory
-        self._waiting = list(scenario.faults)
-        self._until = 0
+        self._spent: set[str] = set()
 
     def at(self, moment: Moment, step: int | None) -> None:
         """The calling thread has come to `moment` in `step`: a fault that fits strikes here and now."""
-        for fault in self._waiting:
+        for fault in self._scenario.faults:
             if fault.moment is moment and self._due(fault, step) and self._claim(fault):
                 self._strike(fault, step)
                 return
@@ -82,6 +81,8 @@ class Traps:
         return plan.ranks.index(_me()) if plan is not None and _me() in plan.ranks else None
 
     def _due(self, fault: Fault, step: int | None) -> bool:
+        if fault.name in self._spent:
+            return False
         if fault.after and not (self._directory / f"{fault.after}.fired").exists():
             return False
         return fault.target.fits(step, self._rank, _me())
@@ -91,8 +92,9 @@ class Traps:
         try:
             (self._directory / f"{fault.name}.claimed").touch(exist_ok=False)
         except FileExistsError:
-            self._waiting.remove(fault)
             return False
+        finally:
+            self._spent.add(fault.name)
         return True
 
     def _strike(self, fault: Fault, step: int | None) -> None:
