@@ -19,8 +19,7 @@ import pytest
 from scripted import DEADLINE_S, ScriptedCoordinator, Stage, living
 
 from perdure.agent import zygote_client
-from perdure.agent.link import OrphanedError
-from perdure.schema.errors import PerdureError, UsageError
+from perdure.schema.errors import OrphanedError, PerdureError, UsageError
 from perdure.schema.ids import Generation
 from perdure.schema.messages import (
     AgentHello,

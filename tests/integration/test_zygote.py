@@ -19,7 +19,8 @@ import pytest
 
 from perdure.agent import procfs
 from perdure.agent.process import Ends, Exited, WorkerProcess
-from perdure.agent.zygote_client import Zygote, ZygoteGoneError
+from perdure.agent.zygote_client import Zygote
+from perdure.schema.errors import ZygoteGoneError
 from perdure.schema.messages import Crashed, Fork, WorkerMessage
 from perdure.schema.progress import Phase
 from perdure.schema.wire import Decoder

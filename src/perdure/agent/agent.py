@@ -28,7 +28,8 @@ import msgspec
 from perdure.agent import procfs
 from perdure.agent.link import Link, Target
 from perdure.agent.process import Ends, Exited, Show, WorkerProcess
-from perdure.agent.zygote_client import Zygote, ZygoteGoneError
+from perdure.agent.zygote_client import Zygote
+from perdure.schema.errors import ZygoteGoneError
 from perdure.schema.ids import WorkerId
 from perdure.schema.messages import (
     AgentHello,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from perdure.schema.errors import PerdureError, UsageError, WireError
+from perdure.schema.errors import OrphanedError, UsageError, WireError
 from perdure.schema.messages import (
     AgentHello,
     AgentMessage,
@@ -52,10 +52,6 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
-
-
-class OrphanedError(PerdureError):
-    """No coordinator for `orphan_s` seconds."""
 
 
 class Link:

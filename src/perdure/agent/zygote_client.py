@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from perdure.agent.procfs import MARK
-from perdure.schema.errors import PerdureError
+from perdure.schema.errors import PerdureError, ZygoteGoneError
 from perdure.schema.messages import Fork, Forked, ForkFailed, ZygoteMessage
 from perdure.schema.wire import FrameReader, encode
 
@@ -32,10 +32,6 @@ _PROGRAM = (
     "import sys; sys.flags.safe_path or sys.path.pop(0); "
     "from perdure.worker.zygote import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 )
-
-
-class ZygoteGoneError(PerdureError):
-    """The zygote ended before it answered. Whether it forked is unknown: use new descriptors to ask again."""
 
 
 class _Live:

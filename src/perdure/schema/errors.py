@@ -7,6 +7,8 @@
     ├── GivenUp             the failure budget is spent (exit 3)
     ├── RestoreError        saved state exists but could not be restored (exit 5)
     ├── Interrupted         ended by SIGINT or SIGTERM with the state saved (exit 130, 143)
+    ├── OrphanedError       an agent's coordinator is gone for too long (exit 1)
+    ├── ZygoteGoneError     the process that forks workers ended; the agent asks another
     ├── WireError           a peer sent what the protocol does not allow; the connection is closed
     └── ProtocolError       a rule of docs/protocol.md was broken: a defect of perdure itself
 
@@ -61,6 +63,14 @@ class Interrupted(PerdureError):
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by signal {signum}; the state was saved")
         self.signum = signum
+
+
+class OrphanedError(PerdureError):
+    """No coordinator for `orphan_s` seconds."""
+
+
+class ZygoteGoneError(PerdureError):
+    """The zygote ended before it answered. Whether it forked is unknown: use new descriptors to ask again."""
 
 
 class WireError(PerdureError):
