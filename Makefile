@@ -21,6 +21,7 @@ NO_NOISE := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 # A test that hangs shows every thread's stack and ends the run.
 PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
+CODE := src tests examples benchmarks
 BENCHMARKS := $(patsubst %,benchmarks/%.py,allocation mesh)
 
 .PHONY: help setup demo test lint soak bench device-check docs-check
@@ -45,8 +46,8 @@ test: $(SETUP)  ## every test except the slow ones
 	$(PYTEST) -m 'not slow'
 
 lint: $(SETUP)  ## style, types, import rules
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
 

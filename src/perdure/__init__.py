@@ -16,12 +16,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perdure.worker.api import Job, Step, join
+    from perdure.worker.api import Job, join
     from perdure.worker.data import MicroBatches
+    from perdure.worker.step import Step
 
 __all__ = ["Job", "MicroBatches", "Step", "join"]
 
-_HOME = {"Job": "api", "Step": "api", "join": "api", "MicroBatches": "data"}
+_HOME = {"Job": "api", "Step": "step", "join": "api", "MicroBatches": "data"}
 
 
 def __getattr__(name: str) -> Any:

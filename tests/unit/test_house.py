@@ -124,7 +124,7 @@ def test_nothing_is_pickled() -> None:
 
 def test_no_unfinished_business() -> None:
     words = re.compile(r"#.*\b(?:TODO|FIXME|XXX|HACK)\b")
-    assert not [name(path) for path in EVERYTHING if words.search(path.read_text())]
+    assert not [name(p) for p in EVERYTHING if p != Path(__file__) and words.search(p.read_text())]
 
 
 def test_the_packages_import_only_what_they_may() -> None:

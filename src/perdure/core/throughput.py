@@ -127,7 +127,7 @@ def _pass_times(model: Model, machine: Machine, tensor: Ints, micro_batch: Ints)
     """Times of one layer and of the logits for arrays of tensor degrees and micro-batch sizes."""
     kind, free = machine.kind, machine.efficiency
     hidden, sequence = float(model.hidden), float(model.sequence)
-    tokens = micro_batch * sequence
+    tokens = np.asarray(micro_batch * sequence, dtype=np.float64)
 
     def product(
         rows: Floats, inner: Floats | float, columns: Floats | float, count: Floats | float = 1.0
@@ -141,7 +141,7 @@ def _pass_times(model: Model, machine: Machine, tensor: Ints, micro_batch: Ints)
     dense = dense + product(tokens, hidden, 4 * wide) + product(tokens, 4 * wide, hidden)
     heads_here = micro_batch * model.heads / tensor
     per_head = hidden / model.heads
-    full = np.full_like(tokens, sequence)
+    full = np.full(tokens.shape, sequence)
     attention = product(full, per_head, sequence, heads_here) + product(full, sequence, per_head, heads_here)
     # Activations per layer in bytes: 10·s·b·h outside and 24·s·b·h inside the tensor-parallel part, 5·a·s²·b
     # of scores (Korthikanti et al., MLSys'23, section 4.1).

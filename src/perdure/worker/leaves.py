@@ -114,7 +114,7 @@ class Hooks:
         self.violated = False
         self.steady = True
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters)
         ]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -29,7 +30,7 @@ from perdure.worker.leaves import Gradients, Leaves
 from perdure.worker.transport import LATER, Bulk, Later, Transport
 
 LEAF, RESULT = 1, 2
-_PRESENCE_ORDER = "little"
+_PRESENCE_ORDER: Final = "little"
 
 
 @dataclass
@@ -129,7 +130,7 @@ class Reducer:
         self.results.clear()
 
     def spoil(self) -> None:
-        """Something wrong went early: nothing more of this worker's goes into the round, which nobody commits."""
+        """Something wrong went early: no more of this worker's goes into the round, which nobody commits."""
         if self._attempt is not None:
             self._attempt.spoilt = True
 
@@ -161,7 +162,8 @@ class Reducer:
         """
         with self._lock:
             attempt = self._attempt
-            final = attempt is not None and Leaf(first, stop - first, self._member.worker) in attempt.exchange.leaves
+            leaf = Leaf(first, stop - first, self._member.worker)
+            final = attempt is not None and leaf in attempt.exchange.leaves
         if attempt is not None and final:
             gradients = [parameter.grad for parameter in self._leaves.parameters]
             self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, [bucket]))
@@ -222,7 +224,7 @@ class Reducer:
         span = Span(header.bucket, header.lo, header.hi)
         if header.kind == RESULT:
             if header.bucket == self._extra:
-                return memoryview(self._buffers.landing().numpy())
+                return self._buffers.landing().numpy().data
             if self._covered(span):
                 return None
             return self.results.view(header.bucket, header.lo, header.hi)
@@ -276,7 +278,7 @@ class Reducer:
         self._maybe_all_sent(attempt)
 
     def _contribute(self, attempt: Attempt, first: int, gradients: Gradients, buckets: Sequence[int]) -> None:
-        """A leaf of mine: its pieces to the shards' owners, its own piece into my folds; each once a round."""
+        """A leaf of mine: its pieces to the shards' owners, its own into my folds; each once a round."""
         self._set_float_mode()
         for bucket in buckets:
             if (first, bucket) in attempt.given:
@@ -389,7 +391,7 @@ class Reducer:
 
     def _post_to_all(self, attempt: Attempt, span: Span, presence: int) -> None:
         if span.bucket == self._extra:
-            view = memoryview(self._buffers.landing().numpy())[span.lo : span.hi]
+            view = self._buffers.landing().numpy().data[span.lo : span.hi]
         else:
             view = self.results.view(span.bucket, span.lo, span.hi)
         header = Bulk(RESULT, attempt.step, span.bucket, 0, span.lo, span.hi, _bits(presence))
