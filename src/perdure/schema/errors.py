@@ -3,16 +3,15 @@
     PerdureError
     ├── UsageError          the person at the command line or in the script: wrong input (exit 4)
     │   └── ProtectError    … a model, optimizer or loop that cannot be made exact, with what to do instead
-    ├── ScriptError         the user's own code failed; its traceback is shown as itself (exit 1)
-    ├── GivenUp             the failure budget is spent (exit 3)
     ├── RestoreError        saved state exists but could not be restored (exit 5)
-    ├── Interrupted         ended by SIGINT or SIGTERM with the state saved (exit 130, 143)
     ├── OrphanedError       an agent's coordinator is gone for too long (exit 1)
     ├── ZygoteGoneError     the process that forks workers ended; the agent asks another
     ├── WireError           a peer sent what the protocol does not allow; the connection is closed
     └── ProtocolError       a rule of docs/protocol.md was broken: a defect of perdure itself
 
-The exit code sits on the class, so that nobody has to keep a second table.
+The exit code sits on the class, so that nobody has to keep a second table. How a run ended is no error of
+perdure's: that the script failed (1), failures were too many (3) or a signal asked for the end (130, 143) is
+decided in `core` and told to the agents.
 """
 
 from __future__ import annotations
@@ -36,33 +35,10 @@ class ProtectError(UsageError):
     """The script asks for something that cannot be kept exact; the message says what to do instead."""
 
 
-class ScriptError(PerdureError):
-    """The user's script failed in a way that a restart cannot mend."""
-
-    exit_code: ClassVar[int] = 1
-
-
-class GivenUp(PerdureError):
-    """The failure budget (`--max-failures`) is spent."""
-
-    exit_code: ClassVar[int] = 3
-
-
 class RestoreError(PerdureError):
     """Saved state exists but none of it could be restored."""
 
     exit_code: ClassVar[int] = 5
-
-
-class Interrupted(PerdureError):
-    """The run was ended by a signal; the state was saved first.
-
-    `signum` is the signal's number; the exit code is 128 plus it.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"ended by signal {signum}; the state was saved")
-        self.signum = signum
 
 
 class OrphanedError(PerdureError):
