@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     _part(console, "1  Undisturbed", Spectator(run_dir / PLAIN, _options(), command), args.steps, ())
     title = "2  The same, and three of the four workers are killed"
     struck = _part(console, title, Spectator(run_dir / KILLED, _options(), command), args.steps, strikes)
-    return _compare(console, run_dir, struck, args.steps)
+    return compare(console, run_dir, struck, args.steps)
 
 
 def _options() -> list[str]:
@@ -146,7 +146,7 @@ def _cost(run_dir: Path) -> _Cost:
     return _Cost(build_report(run_dir), lost, lines[-1]["time"] - lines[0]["time"])
 
 
-def _compare(console: Console, run_dir: Path, struck: int, steps: int) -> int:
+def compare(console: Console, run_dir: Path, struck: int, steps: int) -> int:
     """The two runs beside each other."""
     plain, killed = _cost(run_dir / PLAIN), _cost(run_dir / KILLED)
     expected, found = digests(run_dir / PLAIN), digests(run_dir / KILLED)

@@ -69,10 +69,11 @@ class Page:
 
 
 def _find(pid: int) -> int:
-    for entry in os.scandir(f"/proc/{pid}/fd"):
+    folder = Path(f"/proc/{pid}/fd")
+    for name in os.listdir(folder):
         with contextlib.suppress(OSError):
-            if "memfd:perdure-progress" in os.readlink(entry.path):
-                return os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+            if "memfd:perdure-progress" in os.readlink(folder / name):
+                return os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
     raise FileNotFoundError(f"process {pid} has no progress page")
 
 
