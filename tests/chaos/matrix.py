@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from scenario import Scenario
 
@@ -139,6 +140,41 @@ def _brought_about(moment: Moment, losses: int) -> Iterator[Fault]:
         names = tuple(f"before-{number}" for number in range(count))
         for number, name in enumerate(names):
             yield _loss(name, 2, MEMBERS - 1 - number, names if count > 1 else ())
+
+
+def tight_corners() -> Iterator[Run]:
+    """Where two special moments meet, and other places within one."""
+    steps = 5
+    last = Target(since=steps - 1)
+    for moment in (Moment.GATHER, Moment.LEAVING, Moment.OPTIMIZER, Moment.BETWEEN, Moment.CHECKPOINT):
+        yield _corner(f"{moment.name}-on-the-last-step", moment, target=last)
+    for moment in (Moment.GATHER, Moment.LEAVING, Moment.OPTIMIZER):
+        names = ("first", "second")
+        faults = [
+            Fault(
+                name=name,
+                moment=moment,
+                manner=Manner.KILL,
+                target=Target(since=steps - 1, rank=rank),
+                together=names,
+            )
+            for rank, name in enumerate(names)
+        ]
+        yield Run(f"{moment.name}-two-on-the-last-step", Scenario(faults=tuple(faults)), steps)
+    for nth, where in ((2, "waiting to be released"), (3, "in the script's tail")):
+        for manner in (Manner.KILL, Manner.RAISE):
+            yield _corner(f"AFTER_LAST-{where}-{manner}", Moment.AFTER_LAST, manner=manner, nth=nth)
+    before = _loss("before", 1, rank=0)
+    for nth, where in ((2, "reported"), (3, "the group formed")):
+        yield _corner(f"RECOVERY-{where}", Moment.RECOVERY, before, nth=nth)
+    for moment, nth in ((Moment.DONOR, 5), (Moment.JOINER, 20)):
+        yield _corner(f"{moment.name}-late", moment, before, nth=nth, gates=(2,))
+
+
+def _corner(name: str, moment: Moment, *before: Fault, gates: tuple[int, ...] = (), **fields: Any) -> Run:
+    after = before[0].name if before else ""
+    fault = Fault(**{"name": "corner", "moment": moment, "manner": Manner.KILL, "after": after, **fields})
+    return Run(name, Scenario(faults=(*before, fault), gates=gates), 5)
 
 
 def losses_at_once(moment: Moment) -> tuple[int, ...]:

@@ -109,6 +109,12 @@ def test_losses_at_once(run: matrix.Run, done: Callable[[matrix.Run], Done]) -> 
     assert all(strike.together for strike in result.strikes.values()), result.strikes
 
 
+@pytest.mark.parametrize("run", list(matrix.tight_corners()), ids=lambda run: run.name)
+def test_tight_corners(run: matrix.Run, done: Callable[[matrix.Run], Done]) -> None:
+    """Where two special moments meet, and further places within one."""
+    assert_untouched(done(run))
+
+
 ON_RUNTIME_THREADS = (
     Moment.FIRST_GROUP, Moment.REDUCE, Moment.FOLD, Moment.GATHER, Moment.LEAVING, Moment.DONOR,
     Moment.JOINER, Moment.RECOVERY, Moment.CHECKPOINT,

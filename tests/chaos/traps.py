@@ -27,7 +27,7 @@ from torch import nn
 
 from perdure.chaos.faults import Fault, Manner, Moment
 from perdure.schema import messages as msg
-from perdure.schema.ids import WorkerId
+from perdure.schema.ids import Generation, WorkerId
 from perdure.schema.plan import Hold, PeerMessage
 from perdure.state import checkpoint
 from perdure.state.shelf import TENSORS
@@ -55,6 +55,7 @@ class Traps:
         self._scenario = scenario
         self._directory = directory
         self._spent: set[str] = set()
+        self._comings: Counter[str] = Counter()
 
     def at(self, moment: Moment, step: int | None) -> None:
         """The calling thread has come to `moment` in `step`: a fault that fits strikes here and now."""
@@ -85,7 +86,10 @@ class Traps:
             return False
         if fault.after and not (self._directory / f"{fault.after}.fired").exists():
             return False
-        return fault.target.fits(step, self._rank, _me())
+        if not fault.target.fits(step, self._rank, _me()):
+            return False
+        self._comings[fault.name] += 1
+        return self._comings[fault.name] >= fault.nth
 
     def _claim(self, fault: Fault) -> bool:
         """Whether this process is the one that the fault strikes."""
@@ -204,11 +208,7 @@ def install(traps: Traps) -> None:
     _healing(traps)
     _before(Groups, "form", lambda *_: None if traps.step is not None else traps.at(Moment.FIRST_GROUP, None))
 
-    def on_message(now: Runtime, message: msg.CoordinatorMessage) -> None:
-        if isinstance(message, msg.Seal) and now.plan is not None:
-            traps.at(Moment.RECOVERY, now.member.committed + 1)
-
-    _before(Runtime, "on_message", on_message)
+    _recovery(traps)
 
 
 def _before(owner: Any, name: str, trap: Callable[..., None]) -> None:
@@ -232,6 +232,12 @@ def _main_thread(traps: Traps) -> None:
     _before(Loader, "get", lambda _, step, *__: traps.at(Moment.DATA_FETCH, step))
     _before(api.Job, "_checkpoint", lambda _, now: traps.at(Moment.BETWEEN, now.member.committed))
     _before(api.Job, "_finish", lambda _, now: traps.at(Moment.AFTER_LAST, now.member.committed))
+
+    def wait_for(now: Runtime, *_: Any) -> None:
+        if now.member._final:  # it has said that it is done, and waits to be released
+            traps.at(Moment.AFTER_LAST, now.member.committed)
+
+    _before(Runtime, "wait_for", wait_for)
     write = checkpoint.write
 
     def write_trapped(snapshot: Any, directory: Path, meta: Any) -> Any:
@@ -291,6 +297,21 @@ def _reduction(traps: Traps) -> None:
         tell_all(transport, me, others[1:], body)
 
     runtime.tell_all = tell_all_trapped
+
+
+def _recovery(traps: Traps) -> None:
+    """A survivor comes to it when it is sealed, when the plan arrives, and when its new group is formed."""
+
+    def on_message(now: Runtime, message: msg.CoordinatorMessage) -> None:
+        if isinstance(message, msg.Seal | msg.Open) and now.plan is not None:
+            traps.at(Moment.RECOVERY, now.member.committed + 1)
+
+    def group_formed(now: Runtime, generation: Generation) -> None:
+        if generation == now.member.sealed:
+            traps.at(Moment.RECOVERY, now.member.committed + 1)
+
+    _before(Runtime, "on_message", on_message)
+    _before(Runtime, "group_formed", group_formed)
 
 
 def _flush(transport: Any) -> None:

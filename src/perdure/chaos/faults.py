@@ -68,13 +68,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault. It strikes once, in one worker.
 
-    `after` names a fault that has to have struck before; `together` the faults (this one among them) that
-    wait for one another at their moments and strike at once.
+    `nth` counts a worker's comings to the moment; `after` names a fault that has to have struck before;
+    `together` the faults (this one among them) that wait for one another at their moments and strike at once.
     """
 
     name: str
     moment: Moment
     manner: Manner
     target: Target = Target()
+    nth: int = 1
     after: str = ""
     together: tuple[str, ...] = ()
