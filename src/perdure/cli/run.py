@@ -157,7 +157,7 @@ class Launch:
             checkpoint_dir=str(store.directory),
         )
         job = Job(settings)
-        ports = Ports(store, shelf.publish, self.terminal.say, self.terminal.record)
+        ports = Ports(store, shelf.publish_save, self.terminal.say, self.terminal.record)
         server = Server(job, secret, files, ports)
         host, port = await server.start_on(bound)
         self._write_access(host, port, secret)

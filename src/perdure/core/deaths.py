@@ -98,7 +98,8 @@ class Deaths:
         if decision.action != "stop":
             return False
         trace = (worker.crash.traceback if worker.crash else exited.tail).rstrip()
-        self._office.end(decision.exit_code, f"{trace}\n{decision.message}" if trace else decision.message)
+        text = trace if trace.endswith(decision.message) else f"{trace}\n{decision.message}".lstrip()
+        self._office.end(decision.exit_code, text)
         return True
 
     def _decide(

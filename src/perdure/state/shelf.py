@@ -185,6 +185,20 @@ def publish(partial: Path, final: Path) -> None:
         sync_directory(final.parent)
 
 
+def aside(target: Path, writer: str) -> Path:
+    """Where `writer` writes what is to become `target`, in the same directory."""
+    return target.with_name(f".{target.name}.{writer}{PARTIAL}")
+
+
+def publish_save(partial: Path, target: Path) -> None:
+    """`publish`, and remove what writers that died left of earlier tries at `target`. Raises `OSError`."""
+    publish(partial, target)
+    start = f".{target.name}."
+    for path in target.parent.iterdir():
+        if path.name.startswith(start) and path.name.endswith(PARTIAL):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _exchange(one: Path, other: Path) -> None:
     """Exchange two names atomically (renameat2 of Linux); where that is unknown, in two renames."""
     rename: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

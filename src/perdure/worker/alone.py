@@ -10,7 +10,7 @@ from perdure.core.tasks import Answer, Deal, Tasks
 from perdure.schema import messages as msg
 from perdure.schema.ids import Generation, WorkerId
 from perdure.schema.plan import Address, Plan, Shape
-from perdure.state.shelf import publish
+from perdure.state.shelf import publish_save
 
 ME: WorkerId = 0
 GENERATION = Generation(1, 1)
@@ -39,7 +39,7 @@ class Alone:
                 self.deliver(msg.Release())
             case msg.SaveRequest(step, partial, path):
                 try:
-                    publish(Path(partial), Path(path))
+                    publish_save(Path(partial), Path(path))
                     self.deliver(msg.SaveAnswer(step, path))
                 except OSError as error:
                     self.deliver(msg.SaveAnswer(step, path, str(error)))

@@ -17,13 +17,14 @@ What a turn of `job.steps` does:
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from perdure.schema.errors import ProtectError, RestoreError, UsageError
 from perdure.schema.plan import Position, Record, Shape
 from perdure.schema.progress import Phase
 from perdure.state import checkpoint
-from perdure.worker import boot
+from perdure.worker import boot, defect
 from perdure.worker.alone import GENERATION, ME, Alone
 from perdure.worker.data import MicroBatches
 from perdure.worker.groups import Groups
@@ -44,7 +45,7 @@ from perdure.worker.link import Link
 from perdure.worker.listener import Listener
 from perdure.worker.loader import Loader
 from perdure.worker.progress import ProgressPage
-from perdure.worker.rng import fix_threads, seed_commit, seed_evaluation, seed_everything
+from perdure.worker.rng import fix_threads, generators_kept, seed_evaluation, seed_everything
 from perdure.worker.runtime import Runtime
 from perdure.worker.saver import Saver
 from perdure.worker.step import Step
@@ -165,11 +166,15 @@ class Job:
     def evaluate(self, fn: Callable[[Any], Any], batches: MicroBatches) -> dict[str, float]:
         """Deal the batches of one epoch out to the workers, without gradients; the means, in their order.
 
-        Call it between a step's loop and the next turn of `job.steps`, on all workers alike.
+        Call it between a step's loop and the next turn of `job.steps`, on all workers alike. It leaves the
+        random generators and the modules' buffers as they were.
 
         Args:
-            fn: maps a batch to a dict of numbers, or to (dict, weight).
+            fn: maps a batch to a dict of numbers, or to (dict, weight); the same names for all batches.
             batches: what to evaluate.
+
+        Raises:
+            UsageError: it is called elsewhere, or `fn` returned something else.
         """
         runtime, step = self._in_commit("job.evaluate")
         batches.bind(self.seed, 1)
@@ -180,20 +185,15 @@ class Job:
         def compute(item: int) -> tuple[dict[str, float], float]:
             batch = loader.get(*items[item])
             seed_evaluation(self.seed, step.index, index, item)
-            with torch.no_grad():
+            with torch.no_grad(), runtime.training.buffers.spared():
                 return _values(fn(batch))
 
-        answer = self._task(runtime, step.index, index, len(items), compute)
-        seed_commit(self.seed, step.index)
-        total = sum(answer.weights)
-        names = answer.values[0] if answer.values else {}
-        return {
-            name: sum(v[name] * w for v, w in zip(answer.values, answer.weights, strict=True)) / total
-            for name in names
-        }
+        with generators_kept():
+            answer = self._task(runtime, step.index, index, len(items), compute)
+        return _means(answer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the protected state to `path` as a checkpoint directory: atomic, fenced, once for all workers.
+        """Write the protected state to `path`, a checkpoint directory: atomic, fenced, once for all workers.
 
         Raises:
             UsageError: it could not be written; the message says why.
@@ -206,19 +206,7 @@ class Job:
         def write(_: int) -> tuple[dict[str, float], float]:
             nonlocal failed
             assert self._saver is not None
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                partial = Path(
-                    tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-                )
-                self._saver.write_now(step.index, partial)
-            except OSError as error:
-                failed = str(error)
-                return {"failed": 1.0}, 1.0
-            self._send(msg.SaveRequest(step.index, str(partial), str(target)))
-            runtime.wait_for(lambda: bool(runtime.inbox.saves), Phase.COMMIT)
-            with runtime.lock:
-                failed = runtime.inbox.saves.pop(0).reason
+            failed = self._saver.save_to(step.index, target)
             return {"failed": float(bool(failed))}, 1.0
 
         answer = self._task(runtime, step.index, index, 1, write)
@@ -233,6 +221,7 @@ class Job:
             loader = stack.enter_context(Loader(batches))
             loader.start()
             runtime = self._start(batches)
+            stack.callback(self._close_loaders)
             if self._alone is not None:
                 stack.callback(_forget_job)
             while self._at_boundary(runtime, loader):
@@ -240,13 +229,11 @@ class Job:
                 try:
                     yield step
                 except GeneratorExit:
-                    self._broken_off(runtime, step)
+                    if not self._broken_off(runtime, step) and self._context is not None:
+                        stack.pop_all()  # an error must not be told late; loaders end with the process
                     return
                 if not step.complete:
-                    raise UsageError(
-                        f"step {step.index} was left before its end: iterate it whole; to end the job use `break` "
-                        "outside the inner loop"
-                    )
+                    raise UsageError(_left_early(step))
                 self._commit(runtime, step)
                 self._step = None
             self._finish(runtime)
@@ -270,7 +257,7 @@ class Job:
         page = context.progress if context is not None else ProgressPage()
         runtime = Runtime(member, training, self._send, page)
         runtime.log_samples = self._welcome.log_samples
-        self._saver = Saver(training, member, self.seed, self._send)
+        self._saver = Saver(runtime, self.seed)
         if context is None:
             assert self._alone is not None
             self._alone.deliver = runtime.on_message
@@ -401,22 +388,32 @@ class Job:
         if runtime.inbox.release.exit_code:
             raise SystemExit(runtime.inbox.release.exit_code)
 
-    def _broken_off(self, runtime: Runtime, step: Step) -> None:
-        """`break` from job.steps: a clean end if the step was whole (or not begun), on all workers alike."""
-        if boot.ENDING or sys.is_finalizing() or self._context is None or unwinding(sys._getframe(2)):
-            return
-        if step.entered and not step.complete:
-            print(
-                f"perdure: step {step.index} was left before its end by `break`; iterate it whole",
-                file=sys.stderr,
-            )
-            sys.stderr.flush()
-            os._exit(1)
-        if step.complete:
-            self._commit(runtime, step)
-        with runtime.lock:
-            runtime.perform(runtime.member.stop_here())
-        self._finish(runtime)
+    def _close_loaders(self) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+
+    def _broken_off(self, runtime: Runtime, step: Step) -> bool:
+        """`break` from job.steps: a clean end if the step was whole (or not begun), on all workers alike.
+
+        False if it was no `break`. Nothing may leave this: python drops what a generator raises now.
+        """
+        left = sys._getframe(2)
+        if boot.ENDING or sys.is_finalizing() or self._context is None or unwinding(left):
+            return False
+        try:
+            if step.entered and not step.complete:
+                where = TracebackType(None, left, left.f_lasti, left.f_lineno)
+                raise UsageError(_left_early(step)).with_traceback(where)
+            if step.complete:
+                self._commit(runtime, step)
+            with runtime.lock:
+                runtime.perform(runtime.member.stop_here())
+            self._finish(runtime)
+        except SystemExit:
+            pass  # the job was asked to stop as well: its exit code says so; this loop has ended
+        except BaseException as error:
+            defect.end(error)
+        return True
 
     # ── tasks ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -440,12 +437,9 @@ class Job:
             with runtime.lock:
                 seals = runtime.seals
             if asked != seals:
-                # A seal may mean that the coordinator, or the way to it, is a new one: what was said is lost.
                 asked = seals
                 self._send(msg.EvaluationAsk(step, index, count))
-            runtime.wait_for(
-                lambda: bool(inbox.deals or inbox.answers) or runtime.seals != asked, Phase.COMMIT
-            )
+            runtime.wait_for_answer(lambda: bool(inbox.deals or inbox.answers), asked)
             with runtime.lock:
                 if runtime.seals != asked:
                     inbox.deals.clear()
@@ -476,6 +470,13 @@ def _forget_job() -> None:
     _joined = None
 
 
+def _left_early(step: Step) -> str:
+    return (
+        f"step {step.index} was left before its end: iterate it whole; "
+        "to end the job, `break` from the loop over job.steps after it"
+    )
+
+
 def _short_end(batches: MicroBatches) -> int:
     """How many micro-batches the last step of an epoch has, if that is fewer than the others."""
     last = len(batches.micro_batches(batches.steps_per_epoch - 1))
@@ -487,3 +488,19 @@ def _values(result: Any) -> tuple[dict[str, float], float]:
     if not isinstance(values, dict):
         raise UsageError(f"job.evaluate: fn returned {type(values).__name__}; expected a dict of numbers")
     return {name: float(value) for name, value in values.items()}, float(weight)
+
+
+def _means(answer: msg.EvaluationAll) -> dict[str, float]:
+    """The weighted mean of each value, summed in the order of the batches; nan where nothing has weight."""
+    names = answer.values[0].keys()
+    different = [values for values in answer.values if values.keys() != names]
+    if different:
+        raise UsageError(
+            f"job.evaluate: fn returned {sorted(names)} for one batch and {sorted(different[0])} for "
+            "another; return the same names for all"
+        )
+    total = sum(answer.weights)
+    sums = {
+        name: sum(v[name] * w for v, w in zip(answer.values, answer.weights, strict=True)) for name in names
+    }
+    return {name: value / total if total else math.nan for name, value in sums.items()}

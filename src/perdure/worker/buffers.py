@@ -7,7 +7,8 @@ changes are dropped. Buffers outside the state_dict are taken to be constant, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -78,11 +79,22 @@ class Buffers:
                 live.copy_(piece.view(live.dtype).view(live.shape) if piece.numel() else live)
                 offset += live.nbytes
 
+    @contextlib.contextmanager
+    def spared(self) -> Iterator[None]:
+        """What forward passes change meanwhile is put back."""
+        values = [live.detach().clone() for live in self._changing]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for live, value in zip(self._changing, values, strict=True):
+                    live.copy_(value)
+
     def check(self) -> None:
         """Raise if a forward pass changed a buffer that is not in the state_dict."""
         for (name, tensor), version in zip(self._constant, self._versions, strict=True):
             if tensor._version != version:
                 raise ProtectError(
-                    f"the forward pass changed the buffer {name}, which is not in the state_dict, so it would "
-                    "differ between workers: register it with persistent=True"
+                    f"the forward pass changed the buffer {name}, which is not in the state_dict, so it "
+                    "would differ between workers: register it with persistent=True"
                 )

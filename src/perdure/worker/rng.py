@@ -113,6 +113,22 @@ def seed_collate(seed: int, step: int, micro_batch: int, stream: int | str = "tr
     seed_everything(seed, "collate", stream, step, micro_batch)
 
 
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Afterwards Python's, numpy's and torch's global generators are as they were before."""
+    python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if started else []
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
 def fix_threads(threads: int) -> None:
     """Give this process, and the processes it starts, exactly `threads` compute threads (E5).
 

@@ -272,6 +272,13 @@ class Runtime:
             while not what():
                 self.changed.wait()
 
+    def wait_for_answer(self, what: Callable[[], bool], seals: int) -> None:
+        """Wait in a commit until `what` is true, or until a seal came that was not among the first `seals`.
+
+        A seal may mean that the coordinator, or the way to it, is a new one: what was asked is lost.
+        """
+        self.wait_for(lambda: what() or self.seals != seals, Phase.COMMIT)
+
     def tell(self, message: msg.WorkerMessage) -> None:
         """Send a message to the coordinator."""
         self._send(message)
@@ -302,7 +309,7 @@ class Runtime:
                 self._tell_trouble(generation)
 
     def _tell_trouble(self, generation: Generation) -> None:
-        """Say that a group is broken: now if it is in use or may be soon, at the latest when it is adopted."""
+        """Say that a group is broken: now if it is in use or may be soon, else when it is adopted."""
         if generation in self._broken:
             self._send(msg.Trouble(generation, *self._broken[generation]))
             self._broken = {g: broken for g, broken in self._broken.items() if g > generation}

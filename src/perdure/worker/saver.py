@@ -6,38 +6,32 @@ whether the digest is everybody's. One checkpoint is written at a time.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from perdure.core.member import Member
 from perdure.schema import messages as msg
 from perdure.schema.errors import PerdureError
 from perdure.state import checkpoint
 from perdure.state.capture import Snapshot, touched_slab
-from perdure.state.shelf import Meta, Shelf
+from perdure.state.shelf import Meta, Shelf, aside
 from perdure.worker import defect
-from perdure.worker.training import Training
+from perdure.worker.runtime import Runtime
 
 
 class Saver:
     """Writes checkpoints of one worker."""
 
-    def __init__(
-        self,
-        training: Training,
-        member: Member,
-        seed: int,
-        send: Callable[[msg.WorkerMessage], None],
-    ) -> None:
-        self._training = training
-        self._worker = member.worker
-        self._shape = member.shape
+    def __init__(self, runtime: Runtime, seed: int) -> None:
+        self._runtime = runtime
+        self._training = runtime.training
+        self._writer = f"w{runtime.member.worker}"
+        self._shape = runtime.member.shape
         self._seed = seed
-        self._send = send
+        self._send = runtime.tell
         self._thread: threading.Thread | None = None
         self._slab: torch.Tensor | None = None
 
@@ -79,16 +73,34 @@ class Saver:
         )
         self._thread.start()
 
-    def write_now(self, step: int, partial: Path) -> None:
-        """Write the state after `step` to `partial`, waiting for it. Raises OSError."""
-        copy = self._training.snapshot()
-        checkpoint.write(copy, partial, self.meta(step, copy.digest()))
+    def save_to(self, step: int, target: Path) -> str:
+        """Write the state after `step` and wait until it lies at `target`; returns why not, if so."""
+        partial = aside(target, self._writer)
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            copy = self._training.snapshot()
+            checkpoint.write(copy, partial, self.meta(step, copy.digest()))
+        except OSError as error:
+            return str(error)
+        runtime, inbox, asked = self._runtime, self._runtime.inbox, -1
+        while True:
+            with runtime.lock:
+                inbox.saves = [a for a in inbox.saves if (a.step, a.path) == (step, str(target))]
+                if inbox.saves:
+                    return inbox.saves.pop().reason
+                seals = runtime.seals
+            if asked >= 0 and not partial.exists():
+                return ""  # an earlier coordinator put it in place, and died before it said so
+            asked = seals
+            self._send(msg.SaveRequest(step, str(partial), str(target)))
+            runtime.wait_for_answer(lambda: bool(inbox.saves), asked)
 
     def _write(self, copy: Snapshot, step: int, directory: Path) -> None:
         started = time.monotonic()
         try:
             digest = copy.digest()
-            partial = Shelf(directory).partial(step, f"w{self._worker}")
+            partial = Shelf(directory).partial(step, self._writer)
             checkpoint.write(copy, partial, self.meta(step, digest))
         except (OSError, PerdureError) as error:
             self._send(msg.CheckpointFailed(step, f"{type(error).__name__}: {error}"))

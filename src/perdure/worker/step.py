@@ -89,8 +89,8 @@ class Step:
             return
         if not self._calls and not self._skipped:
             raise UsageError(
-                f"micro-batch {self.micro_batch} of step {self.index} was neither given to step.backward nor to "
-                "step.skip()"
+                f"micro-batch {self.micro_batch} of step {self.index} was neither given to "
+                "step.backward nor to step.skip()"
             )
         if hooks.violated or (self._told_early and self._calls != 1):
             hooks.steady = False
@@ -157,9 +157,8 @@ class Step:
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
             if value is not None and not isinstance(value, bool | int | float | str):
-                raise UsageError(
-                    f"step.log({name}=…): expected a number, string, boolean or None, got {type(value).__name__}"
-                )
+                kind = type(value).__name__
+                raise UsageError(f"step.log({name}=…): expected a number, string, boolean or None, got {kind}")
             if name in ("step", "loss", "digest", "time", "workers"):
                 raise UsageError(f"step.log({name}=…): perdure writes {name} itself; use another name")
             self.logged[name] = value
