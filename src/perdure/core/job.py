@@ -400,7 +400,7 @@ class Job:
         """A worker that the agent had before this coordinator knew it."""
         if seen.worker in self.staff.workers:
             return
-        fresh = not self.membership.peers or self._rejoin_until is not None
+        fresh = self.phase == "gathering" and (not self.membership.peers or self._rejoin_until is not None)
         slot = len(self.staff.on(hello.node))
         worker = Worker(seen.worker, hello.node, slot=slot, pid=seen.pid, joined=seen.joined)
         self.staff.workers[seen.worker] = worker
