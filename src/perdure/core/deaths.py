@@ -31,8 +31,9 @@ class Deaths:
         office = self._office
         self._put_down(worker.id)
         clean = exited.exit_code == 0
-        if worker.released and (clean or office.exit_code) and office.phase in ("released", "over"):
+        if worker.released and not worker.leaving and (clean or office.exit_code):
             office.membership.forget(worker.id)
+            office.staff.done.add((worker.node, worker.slot))
         elif worker.stopped or (worker.leaving and worker.released):
             self._lost(worker.id, now)
         elif self._plain.is_plain(worker):

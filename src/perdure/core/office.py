@@ -81,7 +81,7 @@ class Office:
         worker = self.staff.hire(vacancy)
         before = sum(n.workers for n in self.staff.nodes.values() if n.rank < node.rank)
         rank = before + vacancy.slot
-        self.want(Start(node.name, worker.id, vacancy.slot, rank, self.staff.target, self.attempt))
+        self.want(Start(node.name, worker.id, vacancy.slot, rank, self.staff.size, self.attempt))
 
     def let_go(self, worker: WorkerId) -> None:
         """A leaver is not needed any more."""

@@ -53,11 +53,12 @@ class Vacancy:
 
 @dataclass
 class Staff:
-    """Nodes and workers."""
+    """Nodes and workers; `done` are the places (node, slot) whose script has ended well."""
 
     first_id: WorkerId = 0
     nodes: dict[str, Node] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    done: set[tuple[str, int]] = field(default_factory=set)
 
     def hire(self, vacancy: Vacancy) -> Worker:
         """A new worker with an id that was never used."""
@@ -71,9 +72,15 @@ class Staff:
         return [worker for worker in self.workers.values() if worker.node == node]
 
     @property
-    def target(self) -> int:
-        """How many members the job is to have with the nodes at hand."""
+    def size(self) -> int:
+        """How many workers the nodes at hand are to hold."""
         return sum(node.workers for node in self.nodes.values() if node.lost_at is None)
+
+    @property
+    def target(self) -> int:
+        """How many members the job is to have: all but those that are through, or in their script's tail."""
+        in_tail = sum(w.released and not w.leaving for w in self.workers.values())
+        return self.size - len(self.done) - in_tail
 
     def vacancies(self, standbys: bool) -> Iterator[Vacancy]:
         """Places without a worker that stays; standbys only once the script is known to use perdure."""
@@ -81,8 +88,9 @@ class Staff:
             if node.lost_at is not None:
                 continue
             staying = [worker for worker in self.on(node.name) if not (worker.leaving or worker.stopped)]
-            wanted = node.workers + (node.standby if standbys else 0)
-            taken = {worker.slot for worker in self.on(node.name)}
+            done = {slot for name, slot in self.done if name == node.name}
+            wanted = node.workers - len(done) + (node.standby if standbys and not self.done else 0)
+            taken = {worker.slot for worker in self.on(node.name)} | done
             free = (slot for slot in range(wanted + len(taken) + 1) if slot not in taken)
             for _ in range(wanted - len(staying)):
                 yield Vacancy(node.name, next(free))

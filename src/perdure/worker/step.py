@@ -158,7 +158,7 @@ class Step:
                 value = value.item()
             if value is not None and not isinstance(value, bool | int | float | str):
                 kind = type(value).__name__
-                raise UsageError(f"step.log({name}=…): expected a number, string, boolean or None, got {kind}")
+                raise UsageError(f"step.log({name}=…): expected a number, string, bool or None, got {kind}")
             if name in ("step", "loss", "digest", "time", "workers"):
                 raise UsageError(f"step.log({name}=…): perdure writes {name} itself; use another name")
             self.logged[name] = value

@@ -30,8 +30,8 @@ class Training:
         for name, parameter in zip(names, parameters, strict=True):
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ProtectError(
-                    f"{name} has a post-accumulate-grad hook of its own, which would see one worker's part of "
-                    "the gradient: do that work after the step's loop, where .grad is global"
+                    f"{name} has a post-accumulate-grad hook of its own, which would see one worker's part "
+                    "of the gradient: do that work after the step's loop, where .grad is global"
                 )
         self.buckets = Buckets(parameters)
         self.leaves = Leaves(parameters, names)
