@@ -51,21 +51,18 @@ def cell(moment: Moment, manner: Manner) -> Run:
 def _spread(moment: Moment) -> Run:
     """Five faults, each at a rank of its own, and for each the loss that brings its moment about."""
     faults: list[Fault] = []
-    gates: list[int] = []
     step = 2
     turn = list(Moment).index(moment)
     for number, manner in enumerate(DEATHS):
         if moment in AFTER_A_LOSS:
             before = _loss(f"before-{manner}", step, rank=(number + turn) % MEMBERS)
             faults += [before, Fault(name=manner, moment=moment, manner=manner, after=before.name)]
-            gates += [step + 1, step + 4]
-            step += 7
+            step += 5
         else:
             target = Target(since=step, rank=(number + turn) % MEMBERS)
             faults.append(Fault(name=manner, moment=moment, manner=manner, target=target))
-            gates.append(step + 1)
-            step += 4
-    return Run(moment.name, Scenario(faults=tuple(faults), gates=tuple(gates)), step + 1)
+            step += 3
+    return Run(moment.name, Scenario(faults=tuple(faults), whole=True), step + 1)
 
 
 def _loss(name: str, step: int, rank: int, together: tuple[str, ...] = ()) -> Fault:
@@ -76,8 +73,8 @@ def _loss(name: str, step: int, rank: int, together: tuple[str, ...] = ()) -> Fa
 def _once(moment: Moment, manner: Manner) -> Run:
     target = Target(worker=1) if moment is Moment.FIRST_GROUP else Target(rank=DEATHS.index(manner) % MEMBERS)
     fault = Fault(name=manner, moment=moment, manner=manner, target=target)
-    gates = (1,) if moment is Moment.FIRST_GROUP else ()
-    return Run(f"{moment.name}-{manner}", Scenario(faults=(fault,), gates=gates), 4)
+    whole = moment is Moment.FIRST_GROUP
+    return Run(f"{moment.name}-{manner}", Scenario(faults=(fault,), whole=whole), 4)
 
 
 def _start_up() -> Run:
@@ -86,7 +83,7 @@ def _start_up() -> Run:
         Fault(name=manner, moment=Moment.START_UP, manner=manner, target=Target(worker=MEMBERS + number))
         for number, manner in enumerate(DEATHS)
     ]
-    return Run("START_UP", Scenario(faults=(_loss("before", 2, rank=3), *faults), gates=(3,)), 6)
+    return Run("START_UP", Scenario(faults=(_loss("before", 2, rank=3), *faults), whole=True), 6)
 
 
 def _checkpoint() -> Run:
@@ -99,10 +96,9 @@ def _checkpoint() -> Run:
         )
         for number, manner in enumerate(DEATHS)
     ]
-    gates = tuple((number + 1) * CHECKPOINT_EVERY + 2 for number in range(len(DEATHS) + 3))
     steps = (len(DEATHS) + 4) * CHECKPOINT_EVERY  # a writer that is asked late writes late
     options = ("--checkpoint-every", str(CHECKPOINT_EVERY))
-    return Run("CHECKPOINT", Scenario(faults=tuple(faults), gates=gates), steps, options)
+    return Run("CHECKPOINT", Scenario(faults=tuple(faults), whole=True), steps, options)
 
 
 def at_once(moment: Moment, losses: int) -> Run:
@@ -127,10 +123,10 @@ def at_once(moment: Moment, losses: int) -> Run:
         faults.append(
             Fault(name=name, moment=here, manner=manner, target=target, after=after, together=names)
         )
-    gates = () if moment in (Moment.LAST_STEP, Moment.AFTER_LAST) else (3, 6)
+    whole = moment not in (Moment.LAST_STEP, Moment.AFTER_LAST)
     options = ("--checkpoint-every", "4") if moment is Moment.CHECKPOINT else ()
-    scenario = Scenario(faults=(*before, *faults), gates=gates)
-    return Run(f"{moment.name}-{losses}-at-once", scenario, 10, options)
+    scenario = Scenario(faults=(*before, *faults), whole=whole)
+    return Run(f"{moment.name}-{losses}-at-once", scenario, 8, options)
 
 
 def _brought_about(moment: Moment, losses: int) -> Iterator[Fault]:
@@ -168,13 +164,13 @@ def tight_corners() -> Iterator[Run]:
     for nth, where in ((2, "reported"), (3, "the group formed")):
         yield _corner(f"RECOVERY-{where}", Moment.RECOVERY, before, nth=nth)
     for moment, nth in ((Moment.DONOR, 5), (Moment.JOINER, 20)):
-        yield _corner(f"{moment.name}-late", moment, before, nth=nth, gates=(2,))
+        yield _corner(f"{moment.name}-late", moment, before, nth=nth, whole=True)
 
 
-def _corner(name: str, moment: Moment, *before: Fault, gates: tuple[int, ...] = (), **fields: Any) -> Run:
+def _corner(name: str, moment: Moment, *before: Fault, whole: bool = False, **fields: Any) -> Run:
     after = before[0].name if before else ""
     fault = Fault(**{"name": "corner", "moment": moment, "manner": Manner.KILL, "after": after, **fields})
-    return Run(name, Scenario(faults=(*before, fault), gates=gates), 5)
+    return Run(name, Scenario(faults=(*before, fault), whole=whole), 5)
 
 
 def losses_at_once(moment: Moment) -> tuple[int, ...]:

@@ -16,13 +16,13 @@ FILE = "scenario.json"
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """The faults of one run.
 
-    In the commits of the steps in `gates` every worker waits until `members` of them are at work again, or
-    will be after the next step; none that was struck counts. So the faults' steps are the same in every run,
-    however long a new worker takes.
+    With `whole` every worker waits in each commit until `members` of them are at work, or will be after the
+    next step; none that was struck counts. So the faults' steps are the same in every run, however long a new
+    worker takes.
     """
 
     faults: tuple[Fault, ...] = ()
-    gates: tuple[int, ...] = ()
+    whole: bool = False
     members: int = 4
 
     def lay_out(self, directory: Path) -> None:

@@ -148,10 +148,10 @@ class Traps:
             os.read(mine, 1)
         return True
 
-    def gate(self, step: int) -> None:
+    def gate(self) -> None:
         """In a commit: wait until everybody is at work, or will be after the next step."""
         now = self.runtime
-        if step not in self._scenario.gates or now is None:
+        if not self._scenario.whole or now is None:
             return
         with now.changed:
             now.changed.wait_for(lambda: self._full(now), GATE_S)
@@ -180,8 +180,7 @@ class Traps:
 
             def commit() -> None:
                 parts.commit()
-                if self.step is not None:
-                    self.gate(self.step)
+                self.gate()
 
             return dataclasses.replace(parts, commit=commit)
 
