@@ -159,7 +159,7 @@ class Traps:
     def _full(self, now: Runtime) -> bool:
         member, plan = now.member, now.member.plan
         if plan is None or member.sealed > plan.generation:
-            return False
+            return True  # somebody was lost in the next step already: its own commit is the place to wait
         offered = member.prepared
         ranks = offered.ranks if offered is not None and offered.generation in member.formed else plan.ranks
         gone = {strike.worker for strike in strikes(self._directory).values()}
