@@ -140,4 +140,5 @@ TASKS = {
     "uneven_losses": Task(lambda seed: _several_losses(seed, uneven=True)),
     "compiled": Task(_compiled),
     "averaged": Task(_averaged, drop_last=False),
+    "many_blocks": Task(_averaged, batch_size=1, per_step=40),
 }
