@@ -160,6 +160,7 @@ class Member:
         self._broke_off = False
         self._early: list[Header | Hold | Ledger] = []
         self._dropped_below = NONE
+        self._computes_in = NONE
 
     # ── the coordinator speaks ──────────────────────────────────────────────────────────────────────
 
@@ -289,9 +290,9 @@ class Member:
         assert self.work.queue[:1] == [micro_batch], "only the head of the queue may start"
         self.work.queue.pop(0)
         self.work.in_hand = micro_batch
-        if self.round.started or self.plan is None:
+        if self.plan is None or self._computes_in == self.plan.generation:
             return []
-        self.round.started = True
+        self._computes_in = self.plan.generation
         return [Tell(msg.Computed(self.plan.generation, self.committed + 1, micro_batch))]
 
     def computed(self, entry: Entry) -> list[Action]:
