@@ -49,6 +49,8 @@ class Attempt:
     sent: int = 0
     said: bool = False
     spoilt: bool = False
+    told: tuple[Entry, ...] = ()
+    untold: tuple[Entry, ...] = ()
 
 
 @dataclass
@@ -151,7 +153,7 @@ class Reducer:
         if attempt is None or attempt.spoilt or not self._wanted(attempt, first):
             return
         gradients = self._leaves.get(first)
-        self._tell_ledger(attempt, entries)
+        self._note(attempt, entries)
         every = range(len(self._buckets))
         self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, every))
 
@@ -169,9 +171,9 @@ class Reducer:
             self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, [bucket]))
 
     def entries_early(self, entries: Sequence[Entry]) -> None:
-        """All entries of this member are known before its last backward."""
+        """All entries of this member are known before its last backward; what goes first takes them along."""
         if self._attempt is not None:
-            self._tell_ledger(self._attempt, entries)
+            self._note(self._attempt, entries)
 
     def buffers_ready(self) -> None:
         """Block 0 is computed here: its buffers go to everybody."""
@@ -202,11 +204,11 @@ class Reducer:
                 return
         self._take_in(attempt, peer, header)
 
-    def ledger_grew(self) -> None:
-        """More losses and weights are known: shards may be divided now."""
+    def ledger_grew(self, generation: Generation) -> None:
+        """More losses and weights are known: shards may be divided now. On that generation's thread."""
         attempt = self._attempt
-        if attempt is not None:
-            self._on_thread(attempt, lambda: self._finish_folds(attempt))
+        if attempt is not None and attempt.generation == generation:
+            self._finish_folds(attempt)
 
     def _too_early(
         self, generation: Generation, peer: WorkerId, header: Bulk, nbytes: int, deferrable: bool
@@ -280,6 +282,7 @@ class Reducer:
     def _contribute(self, attempt: Attempt, first: int, gradients: Gradients, buckets: Sequence[int]) -> None:
         """A leaf of mine: its pieces to the shards' owners, its own into my folds; each once a round."""
         self._set_float_mode()
+        self._tell_ledger(attempt)
         for bucket in buckets:
             if (first, bucket) in attempt.given:
                 continue
@@ -298,6 +301,7 @@ class Reducer:
                 assert fold is not None
                 fold.contribute(first, portion)
                 self._advance(attempt, bucket, first, worker)
+        self._finish_folds(attempt)
 
     def _advance(self, attempt: Attempt, bucket: int, first: int, worker: WorkerId) -> None:
         """A term joined the fold: take the next that waits for its turn; finish if it was the last."""
@@ -368,13 +372,19 @@ class Reducer:
             for done in self.results.spans()
         )
 
-    def _tell_ledger(self, attempt: Attempt, entries: Sequence[Entry]) -> None:
+    def _note(self, attempt: Attempt, entries: Sequence[Entry]) -> None:
+        """Entries of this member that its next contribution tells everybody, unless that was done."""
         with self._lock:
-            self._member.work.ledger.update((entry.micro_batch, entry) for entry in entries)
-            if attempt.transport is not None:
-                ledger = Ledger(attempt.generation, attempt.step, self._member.worker, tuple(entries))
-                tell_all(attempt.transport, self._member.worker, attempt.exchange.ranks, ledger)
-        self._on_thread(attempt, lambda: self._finish_folds(attempt))
+            if entries and attempt.told != tuple(entries):
+                attempt.told = attempt.untold = tuple(entries)
+                self._member.work.ledger.update((entry.micro_batch, entry) for entry in entries)
+
+    def _tell_ledger(self, attempt: Attempt) -> None:
+        with self._lock:
+            entries, attempt.untold = attempt.untold, ()
+        if entries and attempt.transport is not None:
+            ledger = Ledger(attempt.generation, attempt.step, self._member.worker, entries)
+            tell_all(attempt.transport, self._member.worker, attempt.exchange.ranks, ledger)
 
     def _post_gathered(self, attempt: Attempt) -> None:
         for source in attempt.exchange.gather:

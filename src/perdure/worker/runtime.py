@@ -105,12 +105,21 @@ class Runtime:
                     self.reducer.void()
 
     def _broadcast(self, generation: Generation, body: PeerMessage) -> None:
+        """Say something to the generation's members, after what was contributed so far."""
         transport = self.groups.get(generation) if self.groups is not None else None
         plan = self.member.plan
-        if transport is not None and plan is not None:
-            tell_all(transport, self.member.worker, plan.ranks, body)
-        if isinstance(body, Header):
-            self.reducer.ledger_grew()
+
+        def say() -> None:
+            if transport is not None and plan is not None:
+                tell_all(transport, self.member.worker, plan.ranks, body)
+            if isinstance(body, Header):
+                self.reducer.ledger_grew(generation)
+
+        if transport is None:
+            say()
+        else:
+            # From its own thread, so that the main thread gives up the interpreter once, not once a peer.
+            transport.submit(say)
 
     def _start_exchange(self, start: core.StartExchange) -> None:
         self.training.leaves.keep(self.member.work.held)
@@ -289,12 +298,12 @@ class Runtime:
         """What a generation's transport calls."""
         return Ear(self, generation)
 
-    def heard(self, body: PeerMessage) -> None:
-        """A peer's message."""
+    def heard(self, generation: Generation, body: PeerMessage) -> None:
+        """A peer's message, on the thread of that generation's transport."""
         with self.lock:
             self.perform(self.member.heard(body))
-            if isinstance(body, Header | Ledger):
-                self.reducer.ledger_grew()
+        if isinstance(body, Header | Ledger):
+            self.reducer.ledger_grew(generation)
 
     def group_formed(self, generation: Generation) -> None:
         """A transport is connected to all its members."""
@@ -343,7 +352,7 @@ class Ear:
 
     def control(self, peer: WorkerId, body: bytes) -> None:
         """A small message."""
-        self._runtime.heard(_PEER.decode(body))
+        self._runtime.heard(self._generation, _PEER.decode(body))
 
     def lost(self, peer: WorkerId, reason: str) -> None:
         """A peer's connection failed."""
