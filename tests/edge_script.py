@@ -36,6 +36,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--raise", dest="raises", default="", metavar="STEP", help="in its commit")
     parser.add_argument("--break", dest="breaks", type=int, default=-1, metavar="STEP", help="after it")
     parser.add_argument("--evaluate", action="store_true", help="after each step")
+    parser.add_argument("--print-values", action="store_true", help="of evaluations")
     parser.add_argument("--kill-evaluation", type=int, default=-1, metavar="SAMPLE", help="when it comes")
     parser.add_argument("--save", type=Path, help="job.save after each step")
     parser.add_argument("--kill-save", type=int, default=-1, metavar="STEP", help="while writing")
@@ -96,7 +97,10 @@ def train(args: argparse.Namespace) -> None:
             raise ValueError("once, in the commit")
         step.log(pid=os.getpid(), rate=torch.tensor(0.5))
         if args.evaluate:
-            step.log(**job.evaluate(judge, validation))
+            values = job.evaluate(judge, validation)
+            step.log(**values)
+            if args.print_values:
+                print("values", *values.values())
         if args.save:
             if args.kill_save == step.index:
                 _kill_while_writing(args.notes)
