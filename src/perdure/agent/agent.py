@@ -256,6 +256,7 @@ class Agent:
                 detect_s=time.monotonic() - exited.noticed_s,
                 wall_s=time.time(),
                 tail=process.tail[-TAIL_CHARS_MAX:],
+                doing=_doing(process),
             )
         )
 
@@ -275,10 +276,9 @@ class Agent:
 
     def _rows(self) -> Iterator[Progress]:
         for one in self._workers.values():
-            now = one.progress()
-            if now is not None:
-                phase = now.phase.name.lower()
-                yield Progress(one.worker, one.pid, phase, now.step, now.micro_batch, now.samples)
+            doing = _doing(one)
+            if doing is not None:
+                yield doing
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -297,6 +297,16 @@ class Agent:
         await asyncio.to_thread(procfs.end_marked, self._mark)
         await asyncio.to_thread(procfs.reap_orphans, set())
         await self._link.close()
+
+
+def _doing(process: WorkerProcess) -> Progress | None:
+    """A worker's progress page as it is told; it can be read until the worker is buried."""
+    now = process.progress()
+    if now is None:
+        return None
+    return Progress(
+        process.worker, process.pid, now.phase.name.lower(), now.step, now.micro_batch, now.samples
+    )
 
 
 _PR_SET_CHILD_SUBREAPER: Final = 36  # prctl(2)

@@ -154,9 +154,9 @@ class Narrator:
     def _opened(self, event: Mapping[str, Any], late: str) -> None:
         members = ", ".join(str(w) for w in event["members"])
         dealt = event["dealt"]
-        what = f"{dealt} micro-batch{'es' * (dealt != 1)} dealt out to them"
+        what = f"{dealt} micro-batch{'es' * (dealt != 1)} to be computed again"
         if event["gather"]:
-            what = "they hold the whole gradient already: nothing to compute again"
+            what = "they hold the whole gradient already"
         self._view.line(f"  generation {event['generation']} after {late}: workers {members}; {what}")
 
     def _late(self, wall_s: float) -> str:

@@ -14,8 +14,12 @@ from perdure.core.office import Office
 from perdure.core.plain import PlainScript
 from perdure.core.saving import Saving
 from perdure.core.staff import Node, Worker
+from perdure.core.waste import Doing
 from perdure.schema import messages as msg
 from perdure.schema.ids import WorkerId
+
+IDLE = ("script", "heal", "wait")
+"""Phases in which a worker has begun nothing of a step."""
 
 
 class Deaths:
@@ -30,19 +34,20 @@ class Deaths:
         """A worker process is gone; it is not among the staff any more."""
         office = self._office
         self._put_down(worker.id)
+        doing = _doing(exited.doing)
         clean = exited.exit_code == 0
         if worker.released and not worker.leaving and (clean or office.exit_code):
             office.membership.forget(worker.id)
             office.staff.done.add((worker.node, worker.slot))
         elif worker.stopped or (worker.leaving and worker.released):
-            self._lost(worker.id, now)
+            self._lost(worker.id, now, doing)
         elif self._plain.is_plain(worker):
             if clean:
                 self._plain.finished(worker)
             elif not self._stops(worker, exited, ready=self._plain.lasted(now)):
                 self._plain.start_again()
         elif not self._stops(worker, exited, ready=worker.ready):
-            self._replace(worker, now)
+            self._replace(worker, now, doing)
 
     def fault(self, worker: WorkerId, death: Death, detected_by: str, now: float) -> None:
         """A fault of a living worker: end it and go on without it."""
@@ -132,20 +137,27 @@ class Deaths:
             event("given_up", message=decision.message)
         return decision
 
-    def _replace(self, worker: Worker, now: float) -> None:
+    def _replace(self, worker: Worker, now: float, doing: Doing | None) -> None:
         if self._office.phase == "released":
             self._saving.tail_crashed(worker)
             return
-        self._lost(worker.id, now)
+        self._lost(worker.id, now, doing)
         self._saving.save_again()
 
-    def _lost(self, worker: WorkerId, now: float) -> None:
-        self._office.carry(self._office.membership.lost(worker), now)
+    def _lost(self, worker: WorkerId, now: float, doing: Doing | None = None) -> None:
+        self._office.carry(self._office.membership.lost(worker, doing=doing), now)
 
     def _put_down(self, worker: WorkerId) -> None:
         """What a dead worker had in hand is somebody else's."""
         self._office.carry_tasks(self._office.tasks.lost(worker))
         self._saving.lost(worker)
+
+
+def _doing(progress: msg.Progress | None) -> Doing | None:
+    """A dead worker's progress page in the words of `waste`."""
+    if progress is None:
+        return None
+    return Doing() if progress.phase in IDLE else Doing(progress.step, progress.micro_batch)
 
 
 def _death(worker: Worker, exited: msg.WorkerExited) -> Death:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.core import assignment, resume
+from perdure.core.waste import Doing, wasted
 from perdure.schema import messages as msg
 from perdure.schema.errors import ProtocolError
 from perdure.schema.ids import Generation, WorkerId
@@ -42,7 +43,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Opened:
-    """A generation's plan is out: `lost` since the one before, `dealt` micro-batches dealt again."""
+    """A generation's plan is out: `lost` since the one before, `dealt` micro-batches of theirs begun anew."""
 
     plan: Plan
     lost: tuple[WorkerId, ...]
@@ -110,7 +111,7 @@ class Membership:
         self._offers: dict[Generation, Plan] = {}
         self._switched_by: dict[Generation, set[WorkerId]] = {}
         self._last = Generation(incarnation, 0)
-        self._lost: list[WorkerId] = []
+        self._lost: dict[WorkerId, Doing | None] = {}
         self._void: list[WorkerId] = []
 
     # ── what is ─────────────────────────────────────────────────────────────────────────────────────
@@ -183,8 +184,11 @@ class Membership:
         members = tuple(self.peers[w].address for w in workers)
         return self._open(members) if members else []
 
-    def lost(self, worker: WorkerId, corrupt: bool = False) -> list[Action]:
-        """A worker is gone (reaped by its agent, or its node is out of reach); again it changes nothing."""
+    def lost(self, worker: WorkerId, corrupt: bool = False, doing: Doing | None = None) -> list[Action]:
+        """A worker is gone (reaped by its agent, or its node is out of reach); again it changes nothing.
+
+        `doing` is what it was seen to do last, if that is known.
+        """
         if worker not in self.peers:
             return []
         bound = self._bound()
@@ -193,7 +197,7 @@ class Membership:
             if not bound and all(peer.position.committed < 0 for peer in self.peers.values()):
                 self.progress = -1  # whoever had restored the state is gone with it
             return []
-        self._lost.append(worker)
+        self._lost[worker] = doing
         if corrupt:
             self._void.append(worker)
         survivors = tuple(address for w, address in bound.items() if w in self.peers)
@@ -327,14 +331,16 @@ class Membership:
         self.progress = max(self.progress, plan.base)
         if any(position.done for position in positions) and plan.step < self.shape.until:
             plan = msgspec.structs.replace(plan, stop=True)
-        first = self.current is None
+        before = self.current
         self.current, self.opening = plan, None
         self._offers, self._switched_by = {}, {}
         self.adopted_by = set()
         for worker in plan.ranks:
             self.peers[worker].healed = worker not in plan.joiners
-        opened = Opened(plan, tuple(self._lost), len(outcome.dealt), "start" if first else outcome.reason)
-        self._lost = []
+        dealt = wasted(self.shape, before, plan, outcome.dealt, self._lost) if before is not None else 0
+        reason = "start" if before is None else outcome.reason
+        opened = Opened(plan, tuple(self._lost), dealt, reason)
+        self._lost = {}
         return [opened, *(Tell(m.worker, msg.Open(plan)) for m in opening.members)]
 
     def _untouched(self, opening: Opening) -> bool:

@@ -314,28 +314,6 @@ class WorkerStarted(Message, frozen=True):
     pid: int
 
 
-class WorkerExited(Message, frozen=True):
-    """A worker process ended, its socket drained to the end (P19).
-
-    `exit_code` is None when a signal ended it. `detect_s` runs from the kernel's notice to this frame;
-    `tail` are its last lines of stderr.
-    """
-
-    worker: WorkerId
-    exit_code: int | None
-    signal: int | None
-    detect_s: float
-    wall_s: float
-    tail: str = ""
-
-
-class FromWorker(Message, frozen=True):
-    """A worker's message, relayed."""
-
-    worker: WorkerId
-    body: msgspec.Raw
-
-
 class Progress(msgspec.Struct, frozen=True, array_like=True):
     """One worker's row of `perdure ps`, from its shared progress page."""
 
@@ -345,6 +323,29 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     step: int
     micro_batch: int
     samples: int
+
+
+class WorkerExited(Message, frozen=True):
+    """A worker process ended, its socket drained to the end (P19).
+
+    `exit_code` is None when a signal ended it. `detect_s` runs from the kernel's notice to this frame;
+    `tail` are its last lines of stderr, `doing` is what its progress page said at the end.
+    """
+
+    worker: WorkerId
+    exit_code: int | None
+    signal: int | None
+    detect_s: float
+    wall_s: float
+    tail: str = ""
+    doing: Progress | None = None
+
+
+class FromWorker(Message, frozen=True):
+    """A worker's message, relayed."""
+
+    worker: WorkerId
+    body: msgspec.Raw
 
 
 class Status(Message, frozen=True):
