@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perdure.core import job as core
 from perdure.core.job import Settings
@@ -82,9 +82,9 @@ class SimCoordinator:
                     judge.stale(action)
             return list(actions)
 
-        def excluding(worker: WorkerId, corrupt: bool = False) -> list[object]:
+        def excluding(worker: WorkerId, *args: Any, **options: Any) -> list[object]:
             self.sim.exclude(worker)
-            return list(lost(worker, corrupt))
+            return list(lost(worker, *args, **options))
 
         membership.report = watched  # type: ignore[method-assign, assignment]
         membership.lost = excluding  # type: ignore[method-assign, assignment]

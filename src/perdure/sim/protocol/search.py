@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -33,6 +34,8 @@ class Findings:
     commits: int = 0
     seconds: float = 0.0
     found: list[Outcome] = field(default_factory=list)
+    struck: Counter[str] = field(default_factory=Counter)
+    """How many faults struck, by kind and by point."""
 
     def __str__(self) -> str:
         rate = self.runs / self.seconds if self.seconds else 0.0
@@ -51,6 +54,7 @@ def search(seeds: Iterable[int], config: Config | None = None) -> Findings:
         findings.runs += 1
         findings.events += outcome.events
         findings.commits += outcome.commits
+        findings.struck.update(word for fault in outcome.fired for word in (fault.kind, fault.point))
         if outcome.verdict is not Verdict.PASSED:
             findings.found.append(outcome)
         findings.seconds = time.monotonic() - began_s

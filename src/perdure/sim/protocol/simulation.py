@@ -27,7 +27,7 @@ from perdure.schema.ids import WorkerId
 from perdure.sim.protocol.agents import SimAgent
 from perdure.sim.protocol.coordinator import Durable, SimCoordinator
 from perdure.sim.protocol.fabric import Fabric
-from perdure.sim.protocol.faults import Faults, Schedule
+from perdure.sim.protocol.faults import Fault, Faults, Schedule
 from perdure.sim.protocol.healing import Healing
 from perdure.sim.protocol.judge import Judge, WrongError
 from perdure.sim.protocol.reducing import Reducing
@@ -57,7 +57,7 @@ class Outcome:
     detail: str = ""
     events: int = 0
     commits: int = 0
-    fired: tuple[str, ...] = ()
+    fired: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Simulation:
             verdict, detail = Verdict.CORRECTNESS, str(error)
         except Exception:  # whatever a production class raises is a finding, not our own failure
             verdict, detail = Verdict.CRASH, traceback.format_exc()
-        fired = tuple(str(fault) for fault in self.faults.fired)
+        fired = tuple(self.faults.fired)
         return Outcome(schedule.seed, verdict, detail, self.world.events, self.judge.commits, fired)
 
     def _standstill(self) -> str:
