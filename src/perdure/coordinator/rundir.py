@@ -42,8 +42,8 @@ class RunDir:
         for file in (SAMPLES, EVENTS):
             _cut_torn_tail(path / file)
         _cut_after(path / SAMPLES, self.last_step)
-        self._metrics = open(path / METRICS, "ab")
-        self._events = open(path / EVENTS, "ab")
+        self._metrics = open(path / METRICS, "ab")  # noqa: SIM115 (until close)
+        self._events = open(path / EVENTS, "ab")  # noqa: SIM115
         self._samples: BinaryIO | None = None
         self._committed_at = 0.0
 
@@ -71,7 +71,7 @@ class RunDir:
         """Append a step's samples' lines, then its line."""
         if record.samples:
             if self._samples is None:
-                self._samples = open(self.path / SAMPLES, "ab")
+                self._samples = open(self.path / SAMPLES, "ab")  # noqa: SIM115
             rows = [
                 {"step": record.step, "micro_batch": micro_batch, "worker": worker, "ids": ids}
                 for micro_batch, worker, ids in record.samples
