@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sysconfig
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from rich.table import Table
 from perdure.cli.demo_kills import Hunter, Strike
 from perdure.cli.demo_view import Narrator, View
 from perdure.cli.spectator import Spectator, Tail, digests, last_lines
+from perdure.cli.terminal import shown
 from perdure.report import Report, build_report
 from perdure.schema.errors import PerdureError, UsageError
 from perdure.schema.progress import Phase
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         console = Console(highlight=False, width=PLAIN_WIDTH)
     console.print(
         f"A small GPT learns Python's standard library with {WORKERS} workers: perdure run "
-        f"--nproc-per-node {WORKERS} {os.path.relpath(script)} --steps {args.steps}\n"
+        f"--nproc-per-node {WORKERS} {shown(script)} --steps {args.steps}\n"
     )
     strikes = (
         Strike(since=args.steps // 4, phase=Phase.COMPUTE),
@@ -175,6 +175,6 @@ def compare(console: Console, run_dir: Path, struck: int, steps: int) -> int:
     console.print(
         f"The digests of all {steps} steps are equal: not a bit depends on the kills.", style="bold green"
     )
-    where = os.path.relpath(run_dir / KILLED)
-    console.print(f"Both runs are in {os.path.relpath(run_dir)}; see: perdure report {where}")
+    where = shown(run_dir / KILLED)
+    console.print(f"Both runs are in {shown(run_dir)}; see: perdure report {where}")
     return 0

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import msgspec
 from perdure.agent.agent import Agent, AgentConfig
 from perdure.agent.link import Target
 from perdure.agent.secret import new_secret, read_or_make_secret
-from perdure.cli.terminal import Terminal
+from perdure.cli.terminal import Terminal, shown
 from perdure.coordinator.rundir import RunDir
 from perdure.coordinator.server import Ports, Server, address
 from perdure.core.job import Job, Settings
@@ -39,55 +40,51 @@ class Access(msgspec.Struct, frozen=True):
     pid: int
 
 
+EXAMPLES = """\
+examples:
+  perdure run --nproc-per-node 4 train.py --steps 1000
+  perdure run --nproc-per-node 4 --run-dir runs/a train.py      again: goes on where it was
+  perdure run --nproc-per-node 8 --nnodes 2 --coordinator node-1:9000 --secret FILE train.py     on each node
+
+exit codes: 0 done; 1 the script's error; 3 too many failures; 4 wrong usage; 5 no state could be restored;
+130, 143 ended by SIGINT, SIGTERM with the state saved
+"""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `perdure run`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
     add = parser.add_argument
-    add(
-        "--nproc-per-node",
-        type=_count("--nproc-per-node", 1),
-        default=1,
-        metavar="N",
-        help="workers on this node",
-    )
-    add(
-        "--standby",
-        type=_count("--standby", 0),
-        default=0,
-        metavar="K",
-        help="workers that wait at their first step",
-    )
-    add("--nnodes", default="1", metavar="MIN[:MAX]", help="nodes that the job starts with, and may grow to")
-    add("--coordinator", metavar="HOST:PORT", help="where the nodes meet; the first that can bind it serves")
-    add("--secret", type=Path, metavar="FILE", help="the nodes' shared secret; made (0600) if absent")
-    add(
-        "--run-dir", type=Path, metavar="DIR", help="metrics, events, logs, checkpoints; given again: resumed"
-    )
-    add("--fresh", action="store_true", help="forget what is in the run directory and start anew")
-    add(
-        "--checkpoint-every",
-        type=_count("--checkpoint-every", 0),
-        metavar="N",
-        help="steps; 0: never; default: a minute",
-    )
-    add(
-        "--max-failures",
-        type=_count("--max-failures", 0),
-        default=1000,
-        metavar="N",
-        help="give up after so many",
-    )
-    add(
-        "--digest-every",
-        type=_count("--digest-every", 1),
-        default=1,
-        metavar="N",
-        help="digest the state each N steps",
-    )
-    add("--log-samples", action="store_true", help="write samples.jsonl: who computed which samples")
-    add("--policy", choices=["perdure"], default="perdure", help="the recovery policy")
     add("-m", dest="module", action="store_true", help="run a module instead of a script")
     add("script", metavar="SCRIPT", help="the training script (with -m: the module)")
     add("args", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    add = parser.add_argument_group("workers").add_argument
+    count = _count("--nproc-per-node", 1)
+    add("--nproc-per-node", type=count, default=1, metavar="N", help="workers on this node (default: 1)")
+    count = _count("--standby", 0)
+    add("--standby", type=count, default=0, metavar="K", help="workers that wait to be needed (default: 0)")
+    count = _count("--max-failures", 0)
+    help_text = "end with exit code 3 after more than this (default: 1000)"
+    add("--max-failures", type=count, default=1000, metavar="N", help=help_text)
+    add("--policy", choices=["perdure"], default="perdure", help="the recovery policy")
+    add = parser.add_argument_group("several nodes").add_argument
+    add("--nnodes", default="1", metavar="MIN[:MAX]", help="nodes to start with, and to grow to (default: 1)")
+    add("--coordinator", metavar="HOST:PORT", help="where the nodes meet; the first that can bind it serves")
+    add(
+        "--secret", type=Path, metavar="FILE", help="the nodes' shared secret; made, for its owner, if absent"
+    )
+    add = parser.add_argument_group("what is kept").add_argument
+    help_text = "where all of it goes; given again, the run goes on (default: perdure-runs/SCRIPT-TIME)"
+    add("--run-dir", type=Path, metavar="DIR", help=help_text)
+    add("--fresh", action="store_true", help="forget what is in the run directory and start anew")
+    count = _count("--checkpoint-every", 0)
+    help_text = "steps between checkpoints; 0: none at all (default: one a minute)"
+    add("--checkpoint-every", type=count, metavar="N", help=help_text)
+    count = _count("--digest-every", 1)
+    help_text = "steps between digests of the state (default: 1)"
+    add("--digest-every", type=count, default=1, metavar="N", help=help_text)
+    add("--log-samples", action="store_true", help="write samples.jsonl: who computed which samples")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,7 +159,7 @@ class Launch:
         host, port = await server.start_on(bound)
         self._write_access(host, port, secret)
         files.event("run_started", {"incarnation": kept.incarnation, "resumed": resumed, "script": script})
-        self.terminal.say(f"run directory {os.path.relpath(self.run_dir)}")
+        self.terminal.say(f"run directory {shown(self.run_dir)}")
         try:
             return await self._agent(node, host, port, secret)
         finally:
@@ -203,13 +200,14 @@ class Launch:
 
     def _report(self) -> None:
         report = write_report(self.run_dir)
-        faults = len(report.faults)
-        text = f"{report.committed_steps} steps committed"
-        if faults:
-            text += (
-                f", {faults} fault{'s' * (faults != 1)}; see: perdure report {os.path.relpath(self.run_dir)}"
-            )
-        self.terminal.say(text)
+        said = []
+        if report.committed_steps:
+            said.append(f"{report.committed_steps} steps committed")
+        if report.faults:
+            count = len(report.faults)
+            said.append(f"{count} fault{'s' * (count != 1)}; see: perdure report {shown(self.run_dir)}")
+        if said:
+            self.terminal.say(", ".join(said))
 
 
 def node_name(launcher_pid: int) -> str:
@@ -260,7 +258,7 @@ def _nnodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _count(option: str, least: int):  # type: ignore[no-untyped-def]
+def _count(option: str, least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)

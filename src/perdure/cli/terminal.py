@@ -6,11 +6,18 @@ import shutil
 import sys
 import time
 from collections import deque
+from pathlib import Path
 
 from perdure.core.job import Job
 from perdure.schema.plan import Record
 
 REDRAW_S = 0.2
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it: relative below the working directory, else absolute."""
+    absolute = path.absolute()
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
 class Terminal:
