@@ -45,6 +45,7 @@ class Attempt:
     put_off: dict[int, dict[int, tuple[WorkerId, Bulk]]] = field(default_factory=dict)
     complete: set[int] = field(default_factory=set)
     given: set[tuple[int, int]] = field(default_factory=set)
+    early: set[tuple[int, int]] = field(default_factory=set)
     expected: int = 0
     sent: int = 0
     said: bool = False
@@ -124,7 +125,10 @@ class Reducer:
             for leaf in attempt.exchange.own_leaves
             if held.get(leaf.first) == Run(leaf.first, leaf.count)
         ]
-        self._on_thread(attempt, lambda: self._started(attempt, final))
+        gives = self._extra is not None and self._gives_buffers(attempt) and self._buffers.left is not None
+        parked = (attempt.generation, attempt.step) in self._parked
+        if start.exchange.gather or final or gives or parked or not attempt.expected:
+            self._on_thread(attempt, lambda: self._started(attempt, final))
 
     def void(self) -> None:
         """Leaves and finished spans of the step are worth nothing (P8)."""
@@ -154,8 +158,9 @@ class Reducer:
             return
         gradients = self._leaves.get(first)
         self._note(attempt, entries)
-        every = range(len(self._buckets))
-        self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, every))
+        rest = [b for b in range(len(self._buckets)) if (first, b) not in attempt.early]
+        if rest or attempt.untold:
+            self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, rest))
 
     def early(self, first: int, stop: int, bucket: int) -> None:
         """A bucket of the leaf in hand, which ends before `stop`, is final under the last backward.
@@ -167,6 +172,7 @@ class Reducer:
             leaf = Leaf(first, stop - first, self._member.worker)
             final = attempt is not None and leaf in attempt.exchange.leaves
         if attempt is not None and final:
+            attempt.early.add((first, bucket))
             gradients = [parameter.grad for parameter in self._leaves.parameters]
             self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, [bucket]))
 
