@@ -136,6 +136,7 @@ class Running:
                 for pid, words in _notes(self.notes, "micro-batches")
             ],
             fired=frozenset(self.strikes()),
+            struck=frozenset(s.pid for s in self.strikes().values()),
             leavers=frozenset(s.pid for s in self.strikes().values() if s.manner is Manner.TERM),
         )
 

@@ -28,17 +28,16 @@ def start(directory: Path, *options: str, compute_ms: int = 20, num_workers: int
     )
 
 
-def assert_whole(running: Running, since: Evidence | None = None) -> None:
-    """The run is done, and equal to the undisturbed one.
+def assert_whole(running: Running, ended: Evidence, redone: bool) -> None:
+    """The run is done, and equal to the undisturbed one; its first life left `ended`.
 
-    After a total loss the steps since the checkpoint were computed again; within one life nothing was.
+    After a total loss the steps since the checkpoint are computed again; within one life nothing is.
     """
-    evidence = running.evidence()
-    if since is not None:
-        old = {start.pid for start in since.starts}
-        evidence = dataclasses.replace(
-            evidence, starts=[start for start in evidence.starts if start.pid not in old]
-        )
+    old = frozenset(start.pid for start in ended.starts)
+    evidence = dataclasses.replace(running.evidence(), struck=old)
+    if redone:
+        starts = [start for start in evidence.starts if start.pid not in old]
+        evidence = dataclasses.replace(evidence, starts=starts)
     verdict = judge(evidence, undisturbed(TASK, STEPS))
     assert verdict.outcome is Outcome.PASS, f"{verdict}\n{running.story()}"
     assert running.leftovers() == []
@@ -61,7 +60,7 @@ def test_the_launcher_is_killed(num_workers: int, tmp_path: Path) -> None:
     finally:
         second.end()
     assert "going on from" in second.story()
-    assert_whole(second, since=before)
+    assert_whole(second, before, redone=True)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -75,7 +74,8 @@ def test_the_launcher_is_asked_to_end(signum: signal.Signals, tmp_path: Path) ->
     finally:
         first.end()
     assert first.leftovers() == []
-    last = max(first.evidence().steps)
+    before = first.evidence()
+    last = max(before.steps)
     assert last < STEPS - 1, "it was to end early"
     assert (first.run_dir / "checkpoints" / f"step-{last:09d}").is_dir()
     second = start(tmp_path)
@@ -83,7 +83,7 @@ def test_the_launcher_is_asked_to_end(signum: signal.Signals, tmp_path: Path) ->
         assert second.wait() == 0
     finally:
         second.end()
-    assert_whole(second)
+    assert_whole(second, before, redone=False)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -113,7 +113,8 @@ def test_a_worker_is_asked_to_leave(tmp_path: Path) -> None:
         assert running.wait() == 0, running.story()
     finally:
         running.end()
-    evidence = dataclasses.replace(running.evidence(), leavers=frozenset([leaver["pid"]]))
+    pids = frozenset([leaver["pid"]])
+    evidence = dataclasses.replace(running.evidence(), struck=pids, leavers=pids)
     verdict = judge(evidence, undisturbed(TASK, STEPS))
     assert verdict.outcome is Outcome.PASS, f"{verdict}\n{running.story()}"
     assert running.leftovers() == []

@@ -82,9 +82,9 @@ def withstand(siege: Siege, directory: Path) -> None:
         running.end()
     struck = re.findall(r"pid (\d+)", said)
     assert len(struck) == siege.kills
-    evidence = running.evidence()
-    if siege.manner is Manner.TERM:
-        evidence = dataclasses.replace(evidence, leavers=frozenset(map(int, struck)))
+    pids = frozenset(map(int, struck))
+    leavers = pids if siege.manner is Manner.TERM else frozenset()
+    evidence = dataclasses.replace(running.evidence(), struck=pids, leavers=leavers)
     expected = undisturbed(siege.task, len(evidence.steps))
     verdict = judge(evidence, dataclasses.replace(expected, exit_code=128 + signal.SIGTERM))
     assert verdict.outcome is Outcome.PASS, f"{exit_code} {verdict}\n{said}\n{running.story()}"

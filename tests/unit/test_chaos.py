@@ -25,6 +25,7 @@ GOOD = Evidence(
     commits=[Commit(7, 0, "a"), Commit(8, 0, "a"), Commit(7, 1, "b")],
     starts=[Start(1, 7, 0, 0), Start(2, 8, 0, 1), Start(3, 7, 1, 0), Start(4, 8, 1, 1), Start(5, 7, 1, 1)],
     fired=frozenset({"kill"}),
+    struck=frozenset({8}),
 )
 EXPECTED = Expected(
     digests=["a", "b"],
@@ -55,6 +56,7 @@ def test_a_run_that_stood_its_fault_passes() -> None:
         ({"samples": [*GOOD.samples[:-1], (1, 1, (9, 9))]}, "micro-batch 1 of step 1 was of other samples"),
         ({"starts": [*GOOD.starts, Start(6, 7, 1, 1)]}, "one process computed micro-batch 1 of step 1 twice"),
         ({"starts": [*GOOD.starts, Start(6, 9, 1, 0)]}, "process 9 computed micro-batch 0 of step 1 after"),
+        ({"struck": frozenset()}, "process 8 was lost, though nothing struck it"),
     ],
 )  # fmt: skip
 def test_the_verdict_says_what_is_wrong(changes: dict[str, Any], finding: str) -> None:
@@ -64,9 +66,14 @@ def test_the_verdict_says_what_is_wrong(changes: dict[str, Any], finding: str) -
 
 
 def test_what_a_leaver_had_in_hand_may_be_computed_again() -> None:
-    starts = [*GOOD.starts, Start(6, 9, 1, 1)]
-    assert judge(dataclasses.replace(GOOD, starts=starts), EXPECTED).outcome is Outcome.FAIL
-    left = dataclasses.replace(GOOD, starts=starts, leavers=frozenset({7}))
+    again = dataclasses.replace(
+        GOOD,
+        starts=[*GOOD.starts, Start(6, 9, 1, 1)],
+        commits=[*GOOD.commits, Commit(9, 1, "b")],
+        struck=frozenset({7, 8}),
+    )
+    assert judge(again, EXPECTED).outcome is Outcome.FAIL
+    left = dataclasses.replace(again, leavers=frozenset({7}))
     assert judge(left, EXPECTED).outcome is Outcome.PASS
 
 

@@ -58,7 +58,8 @@ class Evidence:
     """What a run left: its exit code, its files, its processes' own notes.
 
     `steps` are those of metrics.jsonl in its order; `samples` are (step, micro-batch, sample ids) of
-    samples.jsonl; `fired` names the faults that struck; `leavers` are processes that were asked to leave.
+    samples.jsonl; `fired` names the faults that struck, `struck` are the processes that were hit; `leavers`
+    are those of them that were asked to leave.
     """
 
     exit_code: int
@@ -67,6 +68,7 @@ class Evidence:
     commits: Sequence[Commit]
     starts: Sequence[Start]
     fired: frozenset[str] = frozenset()
+    struck: frozenset[int] = frozenset()
     leavers: frozenset[int] = frozenset()
 
 
@@ -86,7 +88,7 @@ def judge(evidence: Evidence, expected: Expected) -> Verdict:
     wrong: list[str] = []
     if evidence.exit_code != expected.exit_code:
         wrong.append(f"the exit code is {evidence.exit_code}, not {expected.exit_code}")
-    for check in (_digests, _metrics, _samples, _nothing_twice):
+    for check in (_digests, _metrics, _samples, _nothing_twice, _nobody_else_lost):
         found = list(check(evidence, expected))
         wrong += found[:_SHOWN_MAX]
         if len(found) > _SHOWN_MAX:
@@ -152,6 +154,14 @@ def _nothing_twice(evidence: Evidence, expected: Expected) -> Iterator[str]:
                     f"process {later.pid} computed micro-batch {micro_batch} of step {step} after process "
                     f"{earlier.pid}, which lived on"
                 )
+
+
+def _nobody_else_lost(evidence: Evidence, expected: Expected) -> Iterator[str]:
+    """A process that trained and that nothing struck is there at the end: no recovery gives one up."""
+    last = len(expected.digests) - 1
+    at_end = {commit.pid for commit in evidence.commits if commit.step == last}
+    for pid in sorted({start.pid for start in evidence.starts} - at_end - evidence.struck):
+        yield f"process {pid} was lost, though nothing struck it"
 
 
 def endured(wanted: int, struck: int, before: int, after: int, exit_code: int | None) -> Verdict:
