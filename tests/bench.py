@@ -67,6 +67,7 @@ def run(
     storage_gb_s: float = 1.0,
     absent: frozenset[int] = frozenset(),
     steps: float = float("inf"),
+    keep_log: bool = True,
 ) -> Result:
     """One run with its log kept; the storage moves 1 GB/s, so a state of 10 GB takes 10 s."""
     setup = Setup(
@@ -79,4 +80,4 @@ def run(
     )
     planner = Planner(jobs, [20.0] * len(jobs), nodes, expected_running(1e-6))
     trace = Trace(tuple(sorted(happenings, key=lambda event: event.time_s)), absent)
-    return simulate(setup, make(policy, settings), trace, planner, keep_log=True)
+    return simulate(setup, make(policy, settings), trace, planner, keep_log)

@@ -53,7 +53,7 @@ def test_when_it_reconfigures() -> None:
     assert three is not None
     assert reconfigures([one, three], 0, 50) == "the loss of any of 6 of 97 nodes would be fatal"
     assert reconfigures(wide, 50, 50) == "a further pipeline can be built"
-    trebled = Pipeline((1, 1, 1, 4), (None,) * 4)
+    trebled = Pipeline((1, 1, 1, 4), (None,) * 4, doubled=1, stages_most=3)
     assert reconfigures([trebled], 0, 4) == "a node holds more than two stages"
 
 

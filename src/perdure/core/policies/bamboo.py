@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -47,28 +47,31 @@ AT_RISK = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Who holds each stage and who its shadow; the same length; None where a shadow was lost."""
+    """Who holds each stage and who its shadow (None where it was lost); the same length.
+
+    `doubled` nodes hold two stages or more, the busiest `stages_most`.
+    """
 
     primary: tuple[int, ...]
     shadow: tuple[int | None, ...]
+    doubled: int = field(default=0, compare=False)
+    stages_most: int = field(default=1, compare=False)
 
     @property
-    def doubled(self) -> int:
-        """Nodes that hold two stages or more."""
-        return sum(count > 1 for count in Counter(self.primary).values())
-
-    @property
-    def stages_most(self) -> int:
-        return max(Counter(self.primary).values())
+    def intact(self) -> bool:
+        """Every stage has a holder of its own and a shadow."""
+        return self.doubled == 0 and None not in self.shadow
 
 
 def new_pipeline(nodes: Sequence[int]) -> Pipeline:
     """Node s has stage s and the shadow of stage s+1."""
-    return Pipeline(tuple(nodes), tuple(nodes[stage - 1] for stage in range(len(nodes))))
+    return Pipeline(tuple(nodes), (nodes[-1], *nodes[:-1]))
 
 
 def take_over(pipeline: Pipeline, lost: frozenset[int]) -> Pipeline | None:
     """The pipeline without `lost`, shadows in the place of lost holders; None if a stage is gone (fatal)."""
+    if lost.isdisjoint(pipeline.primary) and lost.isdisjoint(pipeline.shadow):
+        return pipeline
     primary = list(pipeline.primary)
     shadow = [None if node in lost else node for node in pipeline.shadow]
     for stage, node in enumerate(primary):
@@ -77,7 +80,8 @@ def take_over(pipeline: Pipeline, lost: frozenset[int]) -> Pipeline | None:
             if heir is None:
                 return None
             primary[stage], shadow[stage] = heir, None
-    return Pipeline(tuple(primary), tuple(shadow))
+    held = Counter(primary).values()
+    return Pipeline(tuple(primary), tuple(shadow), sum(count > 1 for count in held), max(held))
 
 
 def reconfigures(pipelines: Sequence[Pipeline], waiting: int, depth: int) -> str | None:
@@ -143,12 +147,18 @@ class Bamboo:
         self._known: dict[tuple[str, int], _Steps | None] = {}
 
     def begin(self, work: Workload, nodes: Sequence[int]) -> Layout | None:
-        depth = self.depth(work)
-        count = len(nodes) // depth
-        if count == 0 or len(nodes) < work.nodes_min or self._steps(work, count, depth) is None:
+        return self._built(work, (), nodes, self.depth(work))
+
+    def _built(
+        self, work: Workload, kept: tuple[Pipeline, ...], nodes: Sequence[int], depth: int
+    ) -> Layout | None:
+        """As many pipelines of `nodes` as they make, beside those that are kept."""
+        more = len(nodes) // depth
+        count, total = len(kept) + more, len(kept) * depth + len(nodes)
+        if count == 0 or total < work.nodes_min or self._steps(work, count, depth) is None:
             return None
-        pipelines = tuple(new_pipeline(nodes[i * depth : (i + 1) * depth]) for i in range(count))
-        return self._layout(work, BambooLayout(pipelines, tuple(nodes[count * depth :]), None, depth))
+        new = tuple(new_pipeline(tuple(nodes[i * depth : (i + 1) * depth])) for i in range(more))
+        return self._layout(work, BambooLayout(kept + new, tuple(nodes[more * depth :]), None, depth))
 
     def depth(self, work: Workload) -> int:
         """Nodes of one pipeline: two at least, and the fewest whose memory holds stages and shadows."""
@@ -214,9 +224,10 @@ class Bamboo:
         return step_done * now.grid.micro_batches * (now.grid.recompute_s + now.grid.backward_s)
 
     def _rebuild(self, work: Workload, now: BambooLayout, decision: Decision, why: str) -> Decision:
-        """New pipelines of all nodes at a boundary: nothing is lost."""
-        nodes = _nodes(now.pipelines, now.waiting)
-        layout = self.begin(work, nodes)
+        """New pipelines of nodes of broken ones and of those that wait, at a boundary: nothing is lost."""
+        kept = tuple(pipeline for pipeline in now.pipelines if pipeline.intact)
+        nodes = _nodes((pipeline for pipeline in now.pipelines if not pipeline.intact), now.waiting)
+        layout = self._built(work, kept, nodes, now.depth)
         stages = (*decision.stages, Stage("reconfiguration", self.settings.reconfigure_s))
         reason = f"{decision.reason}; {why}".removeprefix("; ")
         if layout is None:

@@ -20,8 +20,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_type_hints
 
+import msgspec
 from msgspec import Meta
 
 from perdure.core.policies.work import Workload
@@ -239,13 +240,35 @@ class Policy(Protocol):
         """When and how state is saved while the job runs on `layout`."""
 
 
+@dataclass(frozen=True, slots=True)
 class Range:
     """The plausible range of an assumption, and which way the goodput moves when it grows."""
 
-    def __init__(self, low: float, high: float, more_is: Literal["worse", "better", "either"]) -> None:
-        self.low = low
-        self.high = high
-        self.more_is = more_is
+    low: float
+    high: float
+    more_is: Literal["worse", "better", "either"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A setting that no source fixes: its value, why it is there, and its plausible range."""
+
+    name: str
+    text: str
+    value: float
+    range: Range
+
+
+def assumptions_of(settings: type[Table]) -> list[Assumption]:
+    """The assumptions among a policy's settings, with their default values."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(settings)}
+    found = []
+    for name, annotation in get_type_hints(settings, include_extras=True).items():
+        for meta in getattr(annotation, "__metadata__", ()):
+            known = meta.extra.get("range") if isinstance(meta, Meta) and meta.extra else None
+            if known is not None and meta.description is not None:
+                found.append(Assumption(name, meta.description, float(defaults[name]), known))
+    return found
 
 
 def assumed(

@@ -60,7 +60,8 @@ class OobleckSettings(Detection, frozen=True):
     tolerates: Annotated[int, Meta(ge=1)] = 1
     """f: how many losses at once must be survived without a restart."""
     state_factor: Annotated[
-        float, assumed("memory of training in terms of that of the 16-bit parameters", 6, 9, "worse", above=0)
+        float,
+        assumed("memory of training in terms of that of the 16-bit parameters", 6, 9, "either", above=0),
     ] = 6.0
     regroup_s: Annotated[
         float, assumed("to agree on the new pipelines and connect them, s", 1, 10, "worse")
@@ -275,7 +276,7 @@ class Oobleck:
         return self._spans[work.name]
 
     def _layout(self, work: Workload, pipelines: Pipelines) -> Layout | None:
-        chosen = tuple(sorted(len(pipeline) for pipeline in pipelines))
+        chosen = tuple(sorted(map(len, pipelines)))
         nodes = sum(chosen)
         if nodes < work.nodes_min:
             return None
@@ -320,21 +321,20 @@ def _layer_seconds(profile: Profile, samples: int) -> dict[int, Sequence[float]]
 
 
 def _dealt(before: Pipelines, more: Sequence[int], chosen: tuple[int, ...]) -> Pipelines:
-    """Pipelines of the sizes `chosen`: those of `before` that fit stay, the other nodes fill the rest in
-    order.
-    """
-    wanted = Counter(chosen)
+    """Pipelines of sizes `chosen`: those of `before` that fit stay, other nodes fill the rest in order."""
+    have, wanted = Counter(map(len, before)), Counter(chosen)
+    surplus = have - wanted
     kept: list[tuple[int, ...]] = []
     pool: list[int] = []
     for pipeline in before:
-        if wanted[len(pipeline)]:
-            wanted[len(pipeline)] -= 1
-            kept.append(pipeline)
-        else:
+        if surplus and surplus[len(pipeline)] > 0:
+            surplus[len(pipeline)] -= 1
             pool.extend(pipeline)
+        else:
+            kept.append(pipeline)
     pool.extend(more)
     start = 0
-    for size in sorted(wanted.elements(), reverse=True):
+    for size in sorted((wanted - have).elements(), reverse=True):
         kept.append(tuple(pool[start : start + size]))
         start += size
     return tuple(kept)

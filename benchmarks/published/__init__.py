@@ -1,0 +1,1 @@
+"""The parts of docs/reproduction.md, one module for each source; see `reproduction.py`."""
