@@ -8,7 +8,6 @@ tensors (gathered by `sendmsg`) and come in straight to where they belong.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
 import threading
 from collections import deque
@@ -37,11 +36,24 @@ class Sink(Protocol):
 
 
 class _Outgoing:
-    __slots__ = ("buffers", "done")
+    """A frame on its way: `left` bytes of `buffers` are not sent."""
+
+    __slots__ = ("buffers", "done", "left")
 
     def __init__(self, buffers: Sequence[Buffer], done: Callable[[], None] | None) -> None:
-        self.buffers = deque(buffers)
+        self.buffers = buffers
+        self.left = sum(map(len, buffers))
         self.done = done
+
+    def sent(self, nbytes: int) -> None:
+        """The first `nbytes` of what was left are sent, not all of it."""
+        self.left -= nbytes
+        kept = iter(self.buffers)
+        for buffer in kept:
+            if nbytes < len(buffer):
+                self.buffers = [memoryview(buffer)[nbytes:], *kept]
+                return
+            nbytes -= len(buffer)
 
 
 class Channel:
@@ -88,27 +100,27 @@ class Channel:
                 done()
 
     def _flush(self, finished: list[Callable[[], None]]) -> bool:
-        while self._out:
-            batch = list(itertools.islice((b for out in self._out for b in out.buffers), _GATHER))
+        out = self._out
+        while out:
+            batch: list[Buffer] = []
+            for frame in out:
+                batch += frame.buffers
+                if len(batch) >= _GATHER:
+                    break
             try:
-                sent = self.sock.sendmsg(batch)
+                sent = self.sock.sendmsg(batch[:_GATHER])
             except BlockingIOError:
                 return False
             except OSError:
-                self._out.clear()
+                out.clear()
                 return True
-            while self._out:
-                buffers = self._out[0].buffers
-                while buffers and len(buffers[0]) <= sent:
-                    sent -= len(buffers.popleft())
-                if buffers:
-                    if sent:
-                        buffers[0] = memoryview(buffers[0])[sent:]
-                        sent = 0
-                    break
-                done = self._out.popleft().done
-                if done is not None:
-                    finished.append(done)
+            while out and out[0].left <= sent:
+                frame = out.popleft()
+                sent -= frame.left
+                if frame.done is not None:
+                    finished.append(frame.done)
+            if sent:
+                out[0].sent(sent)
         return True
 
     @property

@@ -138,9 +138,10 @@ class Fold:
         if self._root.sum is None or not self.complete:
             raise ProtocolError(f"P2: terms {sorted(self._slots)} of {self.span} are missing")
         dense, presence = self._root.sum.dense, self._root.sum.presence
-        for bit, start, stop in self._frame.ranges:
-            if not presence >> bit & 1:
-                dense[start:stop].zero_()
+        if presence != self._frame.full:
+            for bit, start, stop in self._frame.ranges:
+                if not presence >> bit & 1:
+                    dense[start:stop].zero_()
         for part in _parts(dense):
             part.div_(weight)
         self._results.mark(self.span.bucket, self.span.lo, self.span.hi, presence)
@@ -151,20 +152,18 @@ class _Frame:
     """What every node of one fold shares: the span's members and where they lie in it."""
 
     def __init__(self, buckets: Buckets, span: Span, scratch: Scratch) -> None:
-        bucket = buckets.buckets[span.bucket]
+        layout = buckets.layout(span)
         self.lo = span.lo
         self.size = span.hi - span.lo
-        self.dtype = bucket.dtype
+        self.dtype = buckets.buckets[span.bucket].dtype
         self.scratch = scratch
-        self.full = buckets.full(span.bucket, span.lo, span.hi)
-        self.ranges = [
-            (bit, max(member.offset - span.lo, 0), min(member.end, span.hi) - span.lo)
-            for bit, member in enumerate(bucket.members)
-            if self.full >> bit & 1
-        ]
+        self.full = layout.full
+        self.ranges = layout.ranges
 
     def compact(self, presence: int) -> int:
         """Elements of a term that has only these members."""
+        if presence == self.full:
+            return self.size
         return sum(stop - start for bit, start, stop in self.ranges if presence >> bit & 1)
 
 
@@ -325,10 +324,16 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _add(target: Tensor, values: Tensor) -> None:
+    if target.numel() <= _SERIAL_ELEMENTS:
+        target.add_(values)
+        return
     for into, part in zip(_parts(target), _parts(values), strict=True):
         into.add_(part)
 
 
 def _copy(target: Tensor, values: Tensor) -> None:
+    if target.numel() <= _SERIAL_ELEMENTS:
+        target.copy_(values)
+        return
     for into, part in zip(_parts(target), _parts(values), strict=True):
         into.copy_(part)

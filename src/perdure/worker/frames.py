@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from perdure.schema.errors import WireError
+from perdure.worker.memory import Pieces
 from perdure.worker.transport import Bulk
 
 META_LIMIT = 1 << 20
@@ -26,7 +26,7 @@ CONTROL_LIMIT = 16 << 20
 PIECES_LIMIT = 1 << 16
 PAYLOAD_LIMIT = 1 << 40
 
-_HEAD = struct.Struct("<BBHIIIIqqqqQ")
+_HEAD = struct.Struct("<BBxxIIIIqqqqQ")
 HEAD_BYTES = _HEAD.size
 _HELLO = struct.Struct("<qQ16s")
 TOKEN_BYTES = 16
@@ -46,8 +46,13 @@ class Kind(enum.IntEnum):
     BYE = 8
 
 
+_INLINE = int(Kind.INLINE)
+# The most that may follow the head as meta, by frame; of a CONTROL or a HELLO it is all that follows.
+_TAIL_LIMITS = (0, CONTROL_LIMIT, META_LIMIT, META_LIMIT, 0, 0, _HELLO.size, 0, 0)
+
+
 class Head(NamedTuple):
-    """A decoded head: `pieces` and `ticket` speak of offers, `length` is of the message or the payload."""
+    """A decoded head: `pieces` and `ticket` speak of offers, `length` is the payload's."""
 
     frame: int
     kind: int
@@ -63,17 +68,13 @@ class Head(NamedTuple):
 
     @property
     def tail(self) -> int:
-        """Bytes that follow the head and are read as one piece."""
-        if self.frame == Kind.CONTROL:
-            return self.length
-        if self.frame == Kind.HELLO:
-            return _HELLO.size
+        """Bytes that follow the head and are read as one piece: the message, or meta and places."""
         return self.meta + self.pieces * PIECE_BYTES
 
     @property
     def carries_payload(self) -> bool:
         """`length` bytes follow the tail."""
-        return self.frame == Kind.INLINE
+        return self.frame == _INLINE
 
     def bulk(self, tail: bytes) -> Bulk:
         """The caller's part of an INLINE or OFFER frame."""
@@ -83,14 +84,11 @@ class Head(NamedTuple):
 
 def parse_head(data: bytes | bytearray | memoryview, at: int) -> Head:
     """Decode the head at byte `at`; raises WireError if no worker of this version sends such a one."""
-    frame, kind, _, pieces, meta, ticket, bucket, step, first, lo, hi, length = _HEAD.unpack_from(data, at)
-    head = Head(frame, kind, pieces, meta, ticket, bucket, step, first, lo, hi, length)
-    if not Kind.CONTROL <= frame <= Kind.BYE:
-        raise WireError(f"unknown frame {frame}")
-    if meta > META_LIMIT or pieces > PIECES_LIMIT:
-        raise WireError(f"frame {frame} announces {meta} bytes of meta and {pieces} pieces")
-    if length > (CONTROL_LIMIT if frame == Kind.CONTROL else PAYLOAD_LIMIT):
-        raise WireError(f"frame {frame} announces {length} bytes")
+    head = Head._make(_HEAD.unpack_from(data, at))
+    if not 0 < head.frame < len(_TAIL_LIMITS):
+        raise WireError(f"unknown frame {head.frame}")
+    if head.meta > _TAIL_LIMITS[head.frame] or head.pieces > PIECES_LIMIT or head.length > PAYLOAD_LIMIT:
+        raise WireError(f"frame {head.frame} is over a limit: {head}")
     return head
 
 
@@ -98,7 +96,7 @@ def control(body: bytes) -> bytes:
     """A CONTROL frame."""
     if len(body) > CONTROL_LIMIT:
         raise WireError(f"a control message of {len(body)} bytes is over the limit of {CONTROL_LIMIT}")
-    return _HEAD.pack(Kind.CONTROL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, len(body)) + body
+    return _HEAD.pack(Kind.CONTROL, 0, 0, len(body), 0, 0, 0, 0, 0, 0, 0) + body
 
 
 def inline(header: Bulk, length: int) -> bytes:
@@ -106,39 +104,38 @@ def inline(header: Bulk, length: int) -> bytes:
     return _bulk(Kind.INLINE, header, 0, 0, length) + header.meta
 
 
-def offer(header: Bulk, ticket: int, pieces: Sequence[tuple[int, int]]) -> bytes:
-    """An OFFER of `pieces`, each an address in this process and a length in bytes."""
-    length = sum(nbytes for _, nbytes in pieces)
-    flat = [number for piece in pieces for number in piece]
-    head = _bulk(Kind.OFFER, header, len(pieces), ticket, length)
-    return head + header.meta + struct.pack(f"<{len(flat)}Q", *flat)
+def offer(header: Bulk, ticket: int, pieces: Pieces) -> bytes:
+    """An OFFER of pieces of this process's memory."""
+    places = pieces.places
+    head = _bulk(Kind.OFFER, header, len(places) // 2, ticket, pieces.nbytes)
+    return head + header.meta + struct.pack(f"<{len(places)}Q", *places)
 
 
 def answer(frame: Kind, ticket: int) -> bytes:
     """TAKEN or SEND."""
-    return _HEAD.pack(frame, 0, 0, 0, 0, ticket, 0, 0, 0, 0, 0, 0)
+    return _HEAD.pack(frame, 0, 0, 0, ticket, 0, 0, 0, 0, 0, 0)
 
 
 def hello(pid: int, address: int, token: bytes) -> bytes:
     """HELLO: `token` lies at `address` in process `pid`, for whoever can read it there."""
-    return _HEAD.pack(Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0) + _HELLO.pack(pid, address, token)
+    return _HEAD.pack(Kind.HELLO, 0, 0, _HELLO.size, 0, 0, 0, 0, 0, 0, 0) + _HELLO.pack(pid, address, token)
 
 
 def parse_hello(tail: bytes) -> tuple[int, int, bytes]:
     """(pid, address, token) of a HELLO's tail."""
+    if len(tail) != _HELLO.size:
+        raise WireError(f"a HELLO of {len(tail)} bytes")
     pid, address, token = _HELLO.unpack(tail)
     return pid, address, token
 
 
 def signal(frame: Kind, kind: int = 0) -> bytes:
     """READY or BYE."""
-    return _HEAD.pack(frame, kind, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return _HEAD.pack(frame, kind, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _bulk(frame: Kind, header: Bulk, pieces: int, ticket: int, length: int) -> bytes:
-    if len(header.meta) > META_LIMIT:
-        raise WireError(f"meta of {len(header.meta)} bytes is over the limit of {META_LIMIT}")
-    return _HEAD.pack(
-        frame, header.kind, 0, pieces, len(header.meta), ticket,
-        header.bucket, header.step, header.first, header.lo, header.hi, length,
-    )  # fmt: skip
+    kind, step, bucket, first, lo, hi, meta = header
+    if len(meta) > META_LIMIT:
+        raise WireError(f"meta of {len(meta)} bytes is over the limit of {META_LIMIT}")
+    return _HEAD.pack(frame, kind, pieces, len(meta), ticket, bucket, step, first, lo, hi, length)

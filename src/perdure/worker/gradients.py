@@ -11,6 +11,7 @@ is sent from where it lies and a result is used where it lands.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import mmap
 from collections.abc import Iterator, Sequence
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from perdure.schema.errors import ProtectError, ProtocolError
 from perdure.schema.plan import Span
+from perdure.worker.memory import Pieces
 
 BUCKET_BYTES = 8 << 20
 FIRST_BUCKET_BYTES = 2 << 20
 _BUCKETS_MAX = 128
 # Shards begin at multiples of this many elements, so that two owners share no cache line.
 _SHARD_UNIT = 64
+_LAYOUTS_MAX = 4096
 
 Leaf = Sequence[Tensor | None]
 
@@ -68,7 +71,7 @@ class Buckets:
         bucket_bytes: int = BUCKET_BYTES,
         first_bytes: int = FIRST_BUCKET_BYTES,
     ) -> None:
-        self._shapes = [tuple(parameter.shape) for parameter in parameters]
+        self._shapes = [parameter.shape for parameter in parameters]
         # The strides of a dense tensor in the parameter's memory order; AccumulateGrad gives gradients these.
         self._strides = [torch.empty_like(parameter, device="meta").stride() for parameter in parameters]
         total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
@@ -90,6 +93,8 @@ class Buckets:
         for number, bucket in enumerate(found):
             for member in bucket.members:
                 homes[member.parameter].append(number)
+        self._offsets = [[member.offset for member in bucket.members] for bucket in found]
+        self._layouts: dict[tuple[int, int, int], Layout] = {}
         self.homes = tuple(tuple(home) for home in homes)
         """For each parameter the buckets that hold it; none for one without elements."""
 
@@ -104,36 +109,68 @@ class Buckets:
         hi = units * (rank + 1) // size * _SHARD_UNIT
         return min(lo, elements), min(hi, elements)
 
+    def touched(self, bucket: int, lo: int, hi: int) -> tuple[int, int]:
+        """The members from the first up to, not including, the second are those with elements in [lo, hi)."""
+        offsets = self._offsets[bucket]
+        return (bisect.bisect_right(offsets, lo) - 1, bisect.bisect_left(offsets, hi)) if lo < hi else (0, 0)
+
     def full(self, bucket: int, lo: int, hi: int) -> int:
         """Presence with the bit of every member that has an element in [lo, hi)."""
-        members = enumerate(self.buckets[bucket].members)
-        return sum(1 << bit for bit, member in members if member.offset < hi and lo < member.end)
+        first, last = self.touched(bucket, lo, hi)
+        return (1 << last) - (1 << first)
+
+    def layout(self, span: Span) -> Layout:
+        """Where the members lie in a span; remembered, as a generation asks for the same few every step."""
+        key = (span.bucket, span.lo, span.hi)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _LAYOUTS_MAX:
+                self._layouts.clear()
+            layout = self._layouts[key] = Layout(self, span)
+        return layout
 
     def portion(self, bucket: int, leaf: Leaf) -> Portion:
         """A leaf's part of a bucket, ready to be cut; raises ProtectError for a gradient that cannot be."""
         return Portion(self, bucket, leaf)
 
-    def slices(self, bucket: int, lo: int, hi: int, leaf: Leaf) -> list[memoryview]:
-        """Byte views of what a leaf has in [lo, hi). For several cuts of one leaf use `portion`."""
+    def slices(self, bucket: int, lo: int, hi: int, leaf: Leaf) -> Pieces:
+        """The bytes of what a leaf has in [lo, hi). For several cuts of one leaf use `portion`."""
         return self.portion(bucket, leaf).slices(lo, hi)
 
-    def flatten(self, parameter: int, gradient: Tensor) -> Tensor:
-        """The gradient as one dimension in the parameter's memory order; a copy only if it lies otherwise."""
-        gradient = gradient.detach()
+    def dense(self, parameter: int, gradient: Tensor) -> Tensor:
+        """The gradient in the parameter's memory order, its elements side by side; a copy only if need be."""
         shape, strides = self._shapes[parameter], self._strides[parameter]
-        if gradient.is_sparse or tuple(gradient.shape) != shape:
+        if gradient.layout is not torch.strided or gradient.shape != shape:
             raise ProtectError(
-                f"parameter {parameter} of shape {shape} has a gradient of layout {gradient.layout} and shape"
+                f"parameter {parameter} of shape {tuple(shape)} has a gradient of {gradient.layout} and shape"
                 f" {tuple(gradient.shape)}; gradients must be dense and of the parameter's shape"
             )
-        if gradient.stride() != strides:
-            dense = torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device)
-            gradient = dense.copy_(gradient)
-        return gradient.as_strided((gradient.numel(),), (1,))
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if gradient.stride() == strides:
+            return gradient
+        copy = torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device)
+        return copy.copy_(gradient)
 
     def unflatten(self, parameter: int, flat: Tensor) -> Tensor:
-        """The inverse of `flatten`: a view of `flat` with the parameter's shape and strides."""
+        """A view of the elements that begin `flat`, with the parameter's shape and strides."""
         return flat.as_strided(self._shapes[parameter], self._strides[parameter])
+
+
+class Layout:
+    """Where the members of a bucket lie in one span of it.
+
+    `full` has the bit of each, `ranges` are (member, first element, last + 1) counted from the span's start.
+    """
+
+    def __init__(self, buckets: Buckets, span: Span) -> None:
+        first, last = buckets.touched(span.bucket, span.lo, span.hi)
+        members = buckets.buckets[span.bucket].members
+        self.full = (1 << last) - (1 << first)
+        self.ranges = [
+            (bit, max(members[bit].offset - span.lo, 0), min(members[bit].end, span.hi) - span.lo)
+            for bit in range(first, last)
+        ]
 
 
 class Portion:
@@ -144,14 +181,17 @@ class Portion:
     """
 
     def __init__(self, buckets: Buckets, bucket: int, leaf: Leaf) -> None:
+        self._buckets = buckets
+        self._bucket = bucket
         cut = buckets.buckets[bucket]
         self.members = cut.members
         self.presence = 0
-        self._flats: list[Tensor | None] = []
+        # For each member a dense tensor, and which of its elements is the member's first.
+        self._sources: list[tuple[Tensor, int] | None] = []
         for bit, member in enumerate(cut.members):
             gradient = leaf[member.parameter]
             if gradient is None:
-                self._flats.append(None)
+                self._sources.append(None)
                 continue
             if gradient.dtype != cut.dtype:
                 raise ProtectError(
@@ -159,29 +199,36 @@ class Portion:
                     " gradients must have their parameter's dtype"
                 )
             self.presence |= 1 << bit
-            self._flats.append(buckets.flatten(member.parameter, gradient)[member.start : member.stop])
+            self._sources.append((buckets.dense(member.parameter, gradient), member.start))
         if cut.device.type != "cpu":
-            self._flats = _to_host(self._flats, cut)
-        self._bytes = [None if flat is None else bytes_of(flat) for flat in self._flats]
-        self._item = cut.dtype.itemsize
+            self._sources = _to_host(self._sources, cut)
 
-    def slices(self, lo: int, hi: int) -> list[memoryview]:
-        """Byte views of the gradients' pieces in [lo, hi), in order; absent parameters are left out."""
-        item = self._item
-        found: list[memoryview] = []
-        for member, view in zip(self.members, self._bytes, strict=True):
-            if view is not None and member.offset < hi and lo < member.end:
-                start = max(lo - member.offset, 0)
-                stop = min(hi, member.end) - member.offset
-                found.append(view[start * item : stop * item])
-        return found
+    def slices(self, lo: int, hi: int) -> Pieces:
+        """The bytes of the gradients in [lo, hi), where they lie; absent parameters are left out."""
+        places: list[int] = []
+        for bit in range(*self._buckets.touched(self._bucket, lo, hi)):
+            source = self._sources[bit]
+            if source is not None:
+                member = self.members[bit]
+                start, stop = max(lo, member.offset), min(hi, member.end)
+                tensor, base = source
+                item = tensor.itemsize
+                places += (
+                    tensor.data_ptr() + (base + start - member.offset) * item,
+                    (stop - start) * item,
+                )
+        return Pieces(places, self)
 
     def pieces(self, lo: int, hi: int) -> Iterator[tuple[int, int, int, Tensor]]:
         """(member, its first element in the bucket, its last + 1, values) of what lies in [lo, hi)."""
-        for bit, (member, flat) in enumerate(zip(self.members, self._flats, strict=True)):
-            if flat is not None and member.offset < hi and lo < member.end:
+        for bit in range(*self._buckets.touched(self._bucket, lo, hi)):
+            source = self._sources[bit]
+            if source is not None:
+                member = self.members[bit]
                 start, stop = max(lo, member.offset), min(hi, member.end)
-                yield bit, start, stop, flat[start - member.offset : stop - member.offset]
+                tensor, base = source
+                at = tensor.storage_offset() + base + start - member.offset
+                yield bit, start, stop, tensor.as_strided((stop - start,), (1,), at)
 
 
 class Results:
@@ -329,12 +376,17 @@ def _host(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-def _to_host(flats: list[Tensor | None], cut: Bucket) -> list[Tensor | None]:
+def _to_host(sources: list[tuple[Tensor, int] | None], cut: Bucket) -> list[tuple[Tensor, int] | None]:
     stage = torch.empty(cut.size, dtype=cut.dtype, pin_memory=cut.device.type == "cuda")
-    staged: list[Tensor | None] = []
-    for member, flat in zip(cut.members, flats, strict=True):
-        place = stage[member.offset : member.end]
-        staged.append(None if flat is None else place.copy_(flat, non_blocking=True))
+    staged: list[tuple[Tensor, int] | None] = []
+    for member, source in zip(cut.members, sources, strict=True):
+        if source is None:
+            staged.append(None)
+            continue
+        tensor, base = source
+        length = member.stop - member.start
+        values = tensor.as_strided((length,), (1,), tensor.storage_offset() + base)
+        staged.append((stage[member.offset : member.end].copy_(values, non_blocking=True), 0))
     if cut.device.type == "cuda":
         torch.cuda.current_stream(cut.device).synchronize()
     return staged

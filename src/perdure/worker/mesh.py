@@ -35,6 +35,7 @@ from perdure.worker.dial import Dialer
 from perdure.worker.frames import Head, Kind
 from perdure.worker.handshake import MESH, Hello
 from perdure.worker.listener import Listener
+from perdure.worker.memory import Pieces
 from perdure.worker.peer import Offered, Peer
 from perdure.worker.transport import LATER, Bulk, Handlers
 from perdure.worker.waker import Waker
@@ -118,7 +119,11 @@ class Mesh:
             if self._stopping or to.over:
                 return
             self._counts[header.step] += 1
-            to.send(self._bulk(to, Offered(header, buffers, on_sent)))
+            offered = Offered(header, Pieces.of(buffers), on_sent)
+            if to.up:
+                self._send(to, offered)
+            else:
+                to.early.append(lambda: self._send(to, offered))
         self._push(to)
 
     def tell(self, peer: WorkerId, body: bytes) -> None:
@@ -128,7 +133,10 @@ class Mesh:
         with self._lock:
             if self._stopping or to.over:
                 return
-            to.send(lambda: to.push([frame]))
+            if to.up:
+                to.push([frame])
+            else:
+                to.early.append(lambda: to.push([frame]))
         self._push(to)
 
     def take(self, peer: WorkerId, header: Bulk) -> None:
@@ -197,23 +205,17 @@ class Mesh:
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _bulk(self, to: Peer, offered: Offered) -> Callable[[], None]:
-        """What puts a payload on its way, once it is known whether the peer reads this memory."""
-
-        def send() -> None:
-            nbytes = sum(buffer.nbytes for buffer in offered.buffers)
-            if to.reads_here and nbytes >= _OFFER_BYTES_MIN and len(offered.buffers) <= frames.PIECES_LIMIT:
-                ticket = to.offer(offered)
-                to.push([frames.offer(offered.header, ticket, pull.pieces_of(offered.buffers))])
-            else:
-                self._inline(to, offered)
-
-        return send
+    def _send(self, to: Peer, offered: Offered) -> None:
+        """Put a payload on its way to a peer that is up."""
+        pieces = offered.pieces
+        if to.reads_here and pieces.nbytes >= _OFFER_BYTES_MIN and len(pieces) <= frames.PIECES_LIMIT:
+            to.push([frames.offer(offered.header, to.offer(offered), pieces)])
+        else:
+            self._inline(to, offered)
 
     def _inline(self, to: Peer, offered: Offered) -> None:
-        nbytes = sum(buffer.nbytes for buffer in offered.buffers)
-        parts: list[Buffer] = [frames.inline(offered.header, nbytes)]
-        parts += [buffer for buffer in offered.buffers if buffer.nbytes]
+        parts: list[Buffer] = [frames.inline(offered.header, offered.pieces.nbytes)]
+        parts += [view for view in offered.pieces if view.nbytes]
         to.push(parts, lambda: self._complete(offered))
 
     def _complete(self, offered: Offered) -> None:

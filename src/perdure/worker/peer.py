@@ -10,6 +10,7 @@ from perdure.schema.plan import Address
 from perdure.worker.channel import Buffer, Channel
 from perdure.worker.dial import Dialer
 from perdure.worker.frames import Head
+from perdure.worker.memory import Pieces
 from perdure.worker.pull import Remote
 from perdure.worker.transport import Bulk
 
@@ -18,15 +19,15 @@ class Offered(NamedTuple):
     """A posted payload, held until it is sent."""
 
     header: Bulk
-    buffers: Sequence[memoryview]
+    pieces: Pieces
     on_sent: Callable[[], None] | None
 
 
 class Peer:
     """State of the pair (this worker, one peer).
 
-    The mesh's thread owns it. Under the mesh's lock alone are `send`, `ready`, `offer`, `settle` and what
-    they touch, because any thread posts.
+    The mesh's thread owns it. Any thread posts, so `up` and `early`, what waits for it, change under the
+    mesh's lock alone, and offers are made under it.
     """
 
     def __init__(self, address: Address, dialer: Dialer | None) -> None:
@@ -45,14 +46,7 @@ class Peer:
         self.offers: dict[int, Offered] = {}
         self.reads_here: bool | None = None
         self._ticket = 0
-        self._early: list[Callable[[], None]] = []
-
-    def send(self, push: Callable[[], None]) -> None:
-        """Run what puts a frame on its way, now or when the peer is up, in order."""
-        if self.up:
-            push()
-        else:
-            self._early.append(push)
+        self.early: list[Callable[[], None]] = []
 
     def push(self, buffers: Sequence[Buffer], done: Callable[[], None] | None = None) -> None:
         """Queue a frame on the connection, if there is one."""
@@ -65,9 +59,9 @@ class Peer:
             self.reads_here = reads_here
         if self.heard and self.reads_here is not None and not self.up:
             self.up = True
-            for push in self._early:
+            for push in self.early:
                 push()
-            self._early.clear()
+            self.early.clear()
 
     def offer(self, offered: Offered) -> int:
         """Keep a payload until its ticket, which is returned, is settled."""

@@ -13,12 +13,10 @@ import errno
 import os
 import secrets
 import select
-from collections.abc import Sequence
-
-import numpy as np
 
 from perdure.worker.forked import Descriptor, close_in_children
 from perdure.worker.frames import PIECE_BYTES, TOKEN_BYTES
+from perdure.worker.memory import address_of
 
 _IOV_MAX = 1024
 _PR_SET_PTRACER = 0x59616D61
@@ -30,18 +28,10 @@ class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _reader() -> ctypes._NamedFuncPointer | None:
-    function = getattr(_libc, "process_vm_readv", None)
-    if function is not None:
-        unsigned = ctypes.c_ulong
-        function.argtypes = (
-            ctypes.c_int, ctypes.c_void_p, unsigned, ctypes.c_void_p, unsigned, unsigned,
-        )  # fmt: skip
-        function.restype = ctypes.c_ssize_t
-    return function
-
-
-_readv = _reader()
+_unsigned = ctypes.c_ulong
+_readv = _libc.process_vm_readv
+_readv.argtypes = (ctypes.c_int, ctypes.c_void_p, _unsigned, ctypes.c_char_p, _unsigned, _unsigned)
+_readv.restype = ctypes.c_ssize_t
 
 
 class GoneError(Exception):
@@ -62,41 +52,41 @@ class Token:
 
 
 class Remote:
-    """The memory of one peer process, held by pidfd so that a pid used again is never mistaken for it."""
+    """The memory of one peer process, held by pidfd so that a pid used again is never mistaken for it.
+
+    Not thread-safe.
+    """
 
     def __init__(self, pid: int, pidfd: Descriptor) -> None:
         self.pid = pid
         self._pidfd = pidfd
         self._ended = select.poll()
         self._ended.register(pidfd.fileno(), select.POLLIN)
+        self._here = _Iovec()
+        self._here_at = ctypes.byref(self._here)
 
     def read(self, pieces: bytes, into: memoryview) -> None:
         """Fill `into` with the bytes of `pieces`, (address, length) pairs of native 64-bit integers.
 
         Raises GoneError when the peer has ended, UnreadableError when the kernel refuses or nothing is there.
         """
-        assert _readv is not None
         count = len(pieces) // PIECE_BYTES
-        there = (_Iovec * count).from_buffer_copy(pieces)
-        size = ctypes.sizeof(_Iovec)
         address = address_of(into)
         done = 0
         for start in range(0, count, _IOV_MAX):
-            batch = min(_IOV_MAX, count - start)
-            want = sum(there[start + index].length for index in range(batch))
-            here = _Iovec(address + done, min(want, len(into) - done))
-            got = _readv(self.pid, ctypes.byref(here), 1, ctypes.byref(there, start * size), batch, 0)
-            if got != want:
-                reason = errno.errorcode.get(ctypes.get_errno(), "?") if got < 0 else f"{got} of {want} bytes"
-                if reason == "ESRCH" or self._ended.poll(0):
-                    raise GoneError(f"process {self.pid} has ended")
-                raise UnreadableError(reason)
-            done += want
-        if done != len(into):
-            raise UnreadableError(f"{done} bytes offered for a place of {len(into)}")
+            batch = pieces[start * PIECE_BYTES : (start + _IOV_MAX) * PIECE_BYTES]
+            here = self._here
+            here.base, here.length = address + done, len(into) - done
+            got = _readv(self.pid, self._here_at, 1, batch, len(batch) // PIECE_BYTES, 0)
+            if got < 0:
+                reason = errno.errorcode.get(ctypes.get_errno(), "?")
+                raise GoneError(f"process {self.pid}") if reason == "ESRCH" else UnreadableError(reason)
+            done += got
+        # Only now is it certain that the bytes were the peer's and not those of a later process.
         if self._ended.poll(0):
-            # Only now is it certain that the bytes were the peer's and not those of a later process.
             raise GoneError(f"process {self.pid} has ended")
+        if done != len(into):
+            raise UnreadableError(f"{done} of {len(into)} bytes could be read")
 
     def close(self) -> None:
         """Let go of the pidfd."""
@@ -105,8 +95,6 @@ class Remote:
 
 def open_remote(pid: int, address: int, token: bytes) -> Remote | None:
     """The memory of process `pid`, if the token can be read there; else None."""
-    if _readv is None:
-        return None
     try:
         pidfd = close_in_children(Descriptor(os.pidfd_open(pid)))
     except OSError:
@@ -130,14 +118,3 @@ def permit_siblings() -> None:
     The permission covers the agent, which is the parent, and its descendants; it ends with the process.
     """
     _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-
-
-def address_of(view: memoryview) -> int:
-    """Address of a contiguous byte view's first byte."""
-    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-    return address
-
-
-def pieces_of(buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
-    """(address, length) of each buffer."""
-    return [(address_of(buffer), buffer.nbytes) for buffer in buffers]
