@@ -8,7 +8,6 @@ each manner. Two losses at once, and losses down to one worker, are runs of thei
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,9 +64,9 @@ def _spread(moment: Moment) -> Run:
     return Run(moment.name, Scenario(faults=tuple(faults), whole=True), step + 1)
 
 
-def _loss(name: str, step: int, rank: int, together: tuple[str, ...] = ()) -> Fault:
+def _loss(name: str, step: int, rank: int, also: int = 0) -> Fault:
     target = Target(since=step, rank=rank)
-    return Fault(name=name, moment=Moment.FORWARD, manner=Manner.KILL, target=target, together=together)
+    return Fault(name=name, moment=Moment.FORWARD, manner=Manner.KILL, target=target, also=also)
 
 
 def _once(moment: Moment, manner: Manner) -> Run:
@@ -103,39 +102,29 @@ def _checkpoint() -> Run:
 
 def at_once(moment: Moment, losses: int) -> Run:
     """So many workers are lost in one moment. What had to be lost before, is."""
-    manners = itertools.islice(itertools.cycle((Manner.KILL, Manner.EXIT, Manner.SEGV)), losses)
-    names = tuple(f"{manner}-{number}" for number, manner in enumerate(manners, 1))
-    before = tuple(_brought_about(moment, losses))
-    faults = []
-    for number, name in enumerate(names, 1):
-        here, target = moment, Target(since=2, rank=number)
-        if moment in (Moment.START_UP, Moment.FIRST_GROUP):
-            target = Target(worker=number)
-        elif moment in (Moment.LAST_STEP, Moment.AFTER_LAST):
-            target = Target(rank=number)
-        elif moment in AFTER_A_LOSS:
-            target = Target()
-        elif moment is Moment.CHECKPOINT:  # there is one writer; the others are in a step
-            here = moment if number == 1 else Moment.FORWARD
-            target = Target() if number == 1 else Target(since=5, rank=number)
-        after = before[0].name if before else ""
-        manner = Manner(name.partition("-")[0])
-        faults.append(
-            Fault(name=name, moment=here, manner=manner, target=target, after=after, together=names)
-        )
-    whole = moment not in (Moment.LAST_STEP, Moment.AFTER_LAST)
+    steps = 8
     options = ("--checkpoint-every", "4") if moment is Moment.CHECKPOINT else ()
-    scenario = Scenario(faults=(*before, *faults), whole=whole)
-    return Run(f"{moment.name}-{losses}-at-once", scenario, 8, options)
-
-
-def _brought_about(moment: Moment, losses: int) -> Iterator[Fault]:
-    """The losses at step 2 without which the moment does not come: one, or as many as joiners are wanted."""
+    name = f"{moment.name}-{losses}-at-once"
+    if moment in (Moment.START_UP, Moment.FIRST_GROUP):  # there are no others yet: each comes to it by itself
+        faults = [
+            Fault(name=f"{manner}", moment=moment, manner=manner, target=Target(worker=worker))
+            for worker, manner in enumerate(DEATHS[:losses], 1)
+        ]
+        return Run(name, Scenario(faults=tuple(faults), whole=True), steps)
+    early = moment not in (*AFTER_A_LOSS, Moment.LAST_STEP, Moment.AFTER_LAST)
+    before: tuple[Fault, ...] = ()
     if moment in AFTER_A_LOSS:
-        count = losses if moment is Moment.JOINER else 1
-        names = tuple(f"before-{number}" for number in range(count))
-        for number, name in enumerate(names):
-            yield _loss(name, 2, MEMBERS - 1 - number, names if count > 1 else ())
+        before = (_loss("before", 2, rank=1, also=losses - 1 if moment is Moment.JOINER else 0),)
+    fault = Fault(
+        name="first",
+        moment=moment,
+        manner=Manner.KILL,
+        target=Target(since=2) if early else Target(),
+        after="before" if before else "",
+        also=losses - 1,
+    )
+    whole = moment not in (Moment.LAST_STEP, Moment.AFTER_LAST)
+    return Run(name, Scenario(faults=(*before, fault), whole=whole), steps, options)
 
 
 def tight_corners() -> Iterator[Run]:
@@ -145,18 +134,7 @@ def tight_corners() -> Iterator[Run]:
     for moment in (Moment.GATHER, Moment.LEAVING, Moment.OPTIMIZER, Moment.BETWEEN, Moment.CHECKPOINT):
         yield _corner(f"{moment.name}-on-the-last-step", moment, target=last)
     for moment in (Moment.GATHER, Moment.LEAVING, Moment.OPTIMIZER):
-        names = ("first", "second")
-        faults = [
-            Fault(
-                name=name,
-                moment=moment,
-                manner=Manner.KILL,
-                target=Target(since=steps - 1, rank=rank),
-                together=names,
-            )
-            for rank, name in enumerate(names)
-        ]
-        yield Run(f"{moment.name}-two-on-the-last-step", Scenario(faults=tuple(faults)), steps)
+        yield _corner(f"{moment.name}-two-on-the-last-step", moment, target=last, also=1)
     for nth, where in ((2, "waiting to be released"), (3, "in the script's tail")):
         for manner in (Manner.KILL, Manner.RAISE):
             yield _corner(f"AFTER_LAST-{where}-{manner}", Moment.AFTER_LAST, manner=manner, nth=nth)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -26,11 +25,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     members: int = 4
 
     def lay_out(self, directory: Path) -> None:
-        """Write it where the workers read it, and make the pipes by which faults wait for one another."""
+        """Write it where the workers read it."""
         (directory / FILE).write_bytes(msgspec.json.encode(self))
-        for fault in self.faults:
-            if fault.together:
-                os.mkfifo(directory / f"{fault.name}.fifo")
 
     @staticmethod
     def read(directory: Path) -> Scenario:
@@ -39,7 +35,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Strike(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker notes just before a fault strikes it."""
+    """What a worker notes just before a fault strikes it; one for each that is struck with it, too."""
 
     name: str
     manner: Manner
@@ -48,7 +44,6 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     rank: int | None
     thread: str
-    together: bool
 
     def note(self, directory: Path) -> None:
         """Leave it for the test; whole or not at all."""

@@ -12,15 +12,14 @@ import ctypes
 import dataclasses
 import functools
 import os
-import select
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from scenario import Scenario, Strike, strikes
 from torch import nn
@@ -44,7 +43,6 @@ from tasks import Parts, Task
 
 BUCKET_BYTES = 16 << 10
 CHUNK_BYTES = 8 << 10
-TOGETHER_S = 20.0
 GATE_S = 30.0
 
 
@@ -54,6 +52,7 @@ class Traps:
     def __init__(self, scenario: Scenario, directory: Path) -> None:
         self._scenario = scenario
         self._directory = directory
+        (directory / f"worker-{_me()}.pid").write_text(str(os.getpid()))
         self._spent: set[str] = set()
         self._comings: Counter[str] = Counter()
 
@@ -110,9 +109,9 @@ class Traps:
             step=step,
             rank=self._rank,
             thread=threading.current_thread().name,
-            together=self._meet(fault),
         )
         strike.note(self._directory)
+        self._strike_others(fault, strike)
         match fault.manner:
             case Manner.EXIT:
                 os._exit(3)
@@ -132,21 +131,21 @@ class Traps:
                 return
         threading.Event().wait()  # the signal is on its way: nothing more is done here
 
-    def _meet(self, fault: Fault) -> bool:
-        """Wait until the others that strike together with this one are at their moments too."""
-        others = [name for name in fault.together if name != fault.name]
-        if not others:
-            return True
-        mine = os.open(self._directory / f"{fault.name}.fifo", os.O_RDWR)
-        for name in others:
-            other = os.open(self._directory / f"{name}.fifo", os.O_RDWR)
-            os.write(other, b"!")
-        deadline = time.monotonic() + TOGETHER_S
-        for _ in others:
-            if not select.select([mine], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                return False
-            os.read(mine, 1)
-        return True
+    def _strike_others(self, fault: Fault, own: Strike) -> None:
+        """Kill those that are to die in the same instant: members, or joiners, like this worker."""
+        now = self.runtime
+        plan = now.plan if now is not None else None
+        if not fault.also or plan is None or own.rank is None:
+            return
+        struck = {strike.worker for strike in strikes(self._directory).values()}
+        turned = (*plan.ranks[own.rank :], *plan.ranks[: own.rank])
+        alike = [w for w in turned if (w in plan.joiners) == (own.worker in plan.joiners) and w not in struck]
+        for number, worker in enumerate(alike[: fault.also], 1):
+            pid = int((self._directory / f"worker-{worker}.pid").read_text())
+            name = f"{fault.name}, with it {number}"
+            strike = msgspec.structs.replace(own, name=name, manner=Manner.KILL, pid=pid, worker=worker)
+            strike.note(self._directory)
+            os.kill(pid, signal.SIGKILL)
 
     def gate(self) -> None:
         """In a commit: wait until everybody is at work, or will be after the next step."""
