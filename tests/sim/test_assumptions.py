@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -70,3 +71,13 @@ def test_the_range_moves_the_result_as_stated(policy: str, found: Assumption) ->
         assert low < high
     else:
         assert low != high
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_page_names_every_assumption_with_its_value_and_range(policy: str) -> None:
+    """docs/policies.md is written by hand; this keeps its figures those of the settings."""
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+    section = " ".join(text.split(f"\n## {policy}\n")[1].split("\n## ")[0].split())
+    for found in assumptions_of(POLICIES[policy][1]):
+        across = f"({found.range.low:g}–{found.range.high:g})"
+        assert f"`{found.name}` {found.value:g} {across}" in section
