@@ -220,6 +220,11 @@ BAD = [
         [],
         "policy.megatron: patience: unknown key",
     ),
+    (
+        ("[simulate]", MEGATRON.format("measured.x = [[1, 2.0]]")),
+        [],
+        "policy.megatron.measured.x: no such job",
+    ),
     (("[simulate]", "[policy.zeus]\nx = 1\n[simulate]"), [], "policy.zeus: unknown policy"),
     (None, ["--policies", "zeus"], "unknown policy 'zeus'"),
     (None, ["--policies", ","], "none given"),

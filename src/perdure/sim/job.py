@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from perdure.core.policies.base import Decision, Later, Layout, Lost, Policy, Saving, Stage, View
 from perdure.core.policies.work import Workload
@@ -81,36 +81,38 @@ class Progress:
             self.since_save_s = 0.0
 
 
-@dataclass(slots=True)
 class JobRun:
     """The state of one job; its methods carry decisions out."""
 
-    work: Workload
-    policy: Policy
-    services: Services
-    gpus_per_node: int
-    end_steps: float = math.inf
-    nominal: int = 0
-    state: str = "wait"
-    active: bool = False
-    layout: Layout | None = None
-    held: dict[int, None] = field(default_factory=dict)
-    slow: dict[int, float] = field(default_factory=dict)
-    progress: Progress = field(default_factory=Progress)
-    counts: Counts = field(default_factory=Counts)
-    account: Account = field(default_factory=Account)
-    later: Later | None = None
-    saving: Saving = field(default_factory=Saving)
-    waiting_since: float = 0.0
-    reason: str = "was never submitted"
-    _since: float = 0.0
-    _token: int = 0
-    _later_token: int = 0
-    _phases: deque[Phase] = field(default_factory=deque)
-    _phase_end: float = 0.0
-    _transfer: int | None = None
-    _upload: tuple[int, float] | None = None
-    _save_due: float = math.inf
+    def __init__(
+        self, work: Workload, policy: Policy, services: Services, gpus_per_node: int, end_steps: float
+    ) -> None:
+        self.work = work
+        self.policy = policy
+        self.services = services
+        self.gpus_per_node = gpus_per_node
+        self.end_steps = end_steps
+        self.nominal = 0
+        self.state = "wait"
+        self.active = False
+        self.reason = "was never submitted"
+        self.waiting_since = 0.0
+        self.layout: Layout | None = None
+        self.later: Later | None = None
+        self.saving = Saving()
+        self.held: dict[int, None] = {}
+        self.slow: dict[int, float] = {}
+        self.progress = Progress()
+        self.counts = Counts()
+        self.account = Account()
+        self._since = 0.0
+        self._token = 0
+        self._later_token = 0
+        self._phases: deque[Phase] = deque()
+        self._phase_end = 0.0
+        self._transfer: int | None = None
+        self._upload: tuple[int, float] | None = None
+        self._save_due = math.inf
 
     @property
     def name(self) -> str:

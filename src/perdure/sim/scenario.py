@@ -57,6 +57,7 @@ def prepare(scenario: Scenario, names: tuple[str, ...]) -> Case:
     if unknown:
         raise UsageError(f"policy.{unknown[0]}: unknown policy, expected one of {', '.join(POLICIES)}")
     policies = {name: make(name, scenario.policy.get(name)) for name in names}
+    _check_names(scenario, policies)
     cluster = scenario.cluster
     kind = gpu_kind(scenario)
     curves = [job_curve(job, cluster, kind) for job in scenario.job]
@@ -75,6 +76,19 @@ def prepare(scenario: Scenario, names: tuple[str, ...]) -> Case:
     transitions = [transition_seconds(curve, scenario) for curve in curves]
     planner = Planner(works, transitions, cluster.nodes, expected_running(loss_rate(scenario)))
     return Case(scenario, setup, planner, policies)
+
+
+def _check_names(scenario: Scenario, policies: Mapping[str, Policy]) -> None:
+    """Refuse settings by job that name a job which is not there. Raises `UsageError`."""
+    jobs = {job.name for job in scenario.job}
+    for name, policy in policies.items():
+        for field in policy.settings.__struct_fields__:
+            table = getattr(policy.settings, field)
+            strangers = sorted(set(table) - jobs) if isinstance(table, dict) else []
+            if strangers:
+                known = ", ".join(sorted(jobs))
+                key = f"policy.{name}.{field}.{strangers[0]}"
+                raise UsageError(f"{key}: no such job, expected one of {known}")
 
 
 def loss_rate(scenario: Scenario) -> float:
