@@ -47,7 +47,7 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
 
     def note(self, directory: Path) -> None:
         """Leave it for the test; whole or not at all."""
-        aside = directory / f".{self.name}.fired"
+        aside = directory / f"{self.name}.aside"
         aside.write_bytes(msgspec.json.encode(self))
         aside.rename(directory / f"{self.name}.fired")
 

@@ -132,15 +132,19 @@ class Traps:
         threading.Event().wait()  # the signal is on its way: nothing more is done here
 
     def _strike_others(self, fault: Fault, own: Strike) -> None:
-        """Kill those that are to die in the same instant: members, or joiners, like this worker."""
+        """Kill those that are to die in the same instant; other donors with a donor, other joiners with one."""
         now = self.runtime
         plan = now.plan if now is not None else None
         if not fault.also or plan is None or own.rank is None:
             return
         struck = {strike.worker for strike in strikes(self._directory).values()}
         turned = (*plan.ranks[own.rank :], *plan.ranks[: own.rank])
-        alike = [w for w in turned if (w in plan.joiners) == (own.worker in plan.joiners) and w not in struck]
-        for number, worker in enumerate(alike[: fault.also], 1):
+        alike = {
+            Moment.DONOR: lambda worker: worker not in plan.joiners,
+            Moment.JOINER: lambda worker: worker in plan.joiners,
+        }.get(fault.moment, lambda _: True)
+        others = [worker for worker in turned if alike(worker) and worker not in struck]
+        for number, worker in enumerate(others[: fault.also], 1):
             pid = int((self._directory / f"worker-{worker}.pid").read_text())
             name = f"{fault.name}, with it {number}"
             strike = msgspec.structs.replace(own, name=name, manner=Manner.KILL, pid=pid, worker=worker)

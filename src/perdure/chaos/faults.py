@@ -68,8 +68,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault. It strikes once, in one worker.
 
-    `nth` counts a worker's comings to the moment; `after` names a fault that has to have struck before; `also`
-    is how many others, members or joiners as it is, are killed in the same instant, wherever they are.
+    `nth` counts a worker's comings to the moment; `after` names a fault that has to have struck before;
+    `also` is how many other workers are killed in the same instant, wherever they are.
     """
 
     name: str
