@@ -19,7 +19,7 @@ from perdure.cli.ps import ask
 from perdure.schema.messages import PsRow
 
 PERDURE = Path(sys.executable).parent / "perdure"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 _LOOK_S = 0.02
 
 

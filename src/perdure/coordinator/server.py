@@ -14,10 +14,11 @@ import os
 import shutil
 import socket
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -32,6 +33,7 @@ from perdure.schema.wire import NONCE_BYTES, Decoder, FrameReader, Handshake, Ro
 
 TICK_S = 0.1
 HANDSHAKE_S = 5.0
+CLOSE_S = 1.0
 UNPROVED_MAX = 64
 _CHUNK = 1 << 18
 
@@ -72,7 +74,9 @@ class Server:
         self._run_dir = run_dir
         self._ports = ports
         self._agents: dict[str, asyncio.StreamWriter] = {}
+        self._open: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._unproved = 0
+        self._defective = False
         self._server: asyncio.Server | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -92,15 +96,21 @@ class Server:
             self._ticking.cancel()
         if self._server is not None:
             self._server.close()
-        for writer in self._agents.values():
+        for writer in self._open.values():
             writer.close()
         if self._background:
             await asyncio.wait(self._background, timeout=30)
+        if self._open:
+            # They come to an end of their own: asyncio would show one that it cancels as an error.
+            await asyncio.wait(self._open, timeout=CLOSE_S)
 
     # ── connections ─────────────────────────────────────────────────────────────────────────────────
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = _name(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = writer
         try:
             if self._unproved >= UNPROVED_MAX:
                 raise WireError("too many connections that have not proved the secret")
@@ -121,6 +131,7 @@ class Server:
                 self._run_dir.event("refused", {"message": reason, "peer": peer})
                 self._ports.say(f"refused a connection from {peer}: {reason}")
         finally:
+            del self._open[task]
             writer.close()
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
@@ -149,14 +160,15 @@ class Server:
                         node = self._greet(message, writer)
                     elif node is None:
                         raise WireError(f"{type(message).__name__} before a hello")
-                    self._carry_out(self._event(node, message))
+                    self._take(node, message)
                 data = await reader.read(_CHUNK)
                 if not data:
                     return
         finally:
             if node is not None and self._agents.get(node) is writer:
                 del self._agents[node]
-                self._carry_out(self.job.agent_lost(node, time.monotonic()))
+                lost = node
+                self._act(lambda now: self.job.agent_lost(lost, now))
 
     def _greet(self, hello: msg.AgentHello, writer: asyncio.StreamWriter) -> str:
         old = self._agents.pop(hello.node, None)
@@ -169,23 +181,23 @@ class Server:
         writer.write(encode(msg.AgentWelcome(settings.job, settings.incarnation, rank, settings.min_nodes)))
         return hello.node
 
-    def _event(self, node: str, message: msg.AgentMessage) -> list[core.Action]:
-        now = time.monotonic()
+    def _take(self, node: str, message: msg.AgentMessage) -> None:
+        job = self.job
         match message:
             case msg.AgentHello():
-                return self.job.agent_joined(message, now)
+                self._act(lambda now: job.agent_joined(message, now))
             case msg.WorkerStarted(worker, pid):
-                return self.job.worker_started(worker, pid, now)
+                self._act(lambda now: job.worker_started(worker, pid, now))
             case msg.WorkerExited(worker):
                 self._in_background(self._discard(worker))
-                return self.job.worker_exited(message, now)
+                self._act(lambda now: job.worker_exited(message, now))
             case msg.FromWorker(worker, raw):
-                return self.job.worker_said(worker, self._decoder.decode(raw), now)
+                said = self._decoder.decode(raw)
+                self._act(lambda now: job.worker_said(worker, said, now))
             case msg.Status():
-                self.job.status(message)
-                return []
+                job.status(message)
             case msg.Asked(signum):
-                return self.job.asked(signum, now)
+                self._act(lambda now: job.asked(signum, now))
 
     async def _observe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> None:
         frames: FrameReader[msg.PsRequest] = FrameReader(msg.PsRequest)
@@ -200,9 +212,20 @@ class Server:
     async def _tick(self) -> None:
         while not self.ended.done():
             await asyncio.sleep(TICK_S)
-            self._carry_out(self.job.tick(time.monotonic()))
+            self._act(self.job.tick)
 
     # ── actions ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _act(self, event: Callable[[float], list[core.Action]]) -> None:
+        """Let the job take an event and carry out its answer; an error in there is shown and ends the run."""
+        if self._defective:
+            return
+        try:
+            self._carry_out(event(time.monotonic()))
+        except Exception as error:
+            self._defective = True
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            self._end(core.End(1, f"{trace}\nthe coordinator of this run failed; it can be resumed"))
 
     def _carry_out(self, actions: Sequence[core.Action]) -> None:
         for action in actions:
@@ -228,8 +251,8 @@ class Server:
                     self._run_dir.keep(msgspec.structs.replace(self._run_dir.job, blocks=blocks))
                 case core.Say(text):
                     self._ports.say(text)
-                case core.End(exit_code, message):
-                    self._end(action, exit_code, message)
+                case core.End():
+                    self._end(action)
 
     def _to_worker(self, worker: WorkerId, message: msg.CoordinatorMessage) -> None:
         self._to_node_of(worker, msg.ToWorker(worker, body(message)))
@@ -280,7 +303,7 @@ class Server:
             path = str(await asyncio.to_thread(self._ports.shelf.publish, Path(written.partial)))
         except OSError as error:
             reason = str(error)
-        self._carry_out(self.job.published(written, path, reason, time.monotonic()))
+        self._act(lambda now: self.job.published(written, path, reason, now))
         with contextlib.suppress(OSError):
             await asyncio.to_thread(self._ports.shelf.prune, leftovers=False)
 
@@ -294,11 +317,11 @@ class Server:
             await asyncio.to_thread(self._ports.publish_save, Path(request.partial), Path(request.path))
         except OSError as error:
             reason = str(error)
-        self._carry_out(self.job.saved(worker, request.path, request.step, reason, time.monotonic()))
+        self._act(lambda now: self.job.saved(worker, request.path, request.step, reason, now))
 
-    def _end(self, end: core.End, exit_code: int, message: str) -> None:
+    def _end(self, end: core.End) -> None:
         for writer in self._agents.values():
-            writer.write(encode(msg.EndAgent(exit_code, message)))
+            writer.write(encode(msg.EndAgent(end.exit_code, end.message)))
         if not self.ended.done():
             self.ended.set_result(end)
 

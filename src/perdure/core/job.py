@@ -337,6 +337,10 @@ class Job:
         result = self._office.tasks.result(worker.id, key, item, message.values, message.weight)
         self._office.carry_tasks(result)
 
+    def _on_stranger(self, worker: Worker, message: msg.Stranger, now: float) -> None:
+        self._office.event("refused", worker=worker.id, peer=message.peer, message=message.reason)
+        self._office.say(f"worker {worker.id} refused a connection from {message.peer}: {message.reason}")
+
     def _on_crashed(self, worker: Worker, message: msg.Crashed, now: float) -> None:
         worker.crash = message
 

@@ -174,6 +174,13 @@ class EvaluationResult(Message, frozen=True):
     weight: float
 
 
+class Stranger(Message, frozen=True):
+    """Somebody at `peer` who does not know the secret connected to this worker's port, and was refused."""
+
+    peer: str
+    reason: str
+
+
 class Crashed(Message, frozen=True):
     """The script raised (or exited non-zero): said before the process ends.
 
@@ -191,7 +198,7 @@ class Crashed(Message, frozen=True):
 WorkerMessage = (
     Joined | Ready | Report | Adopted | Computed | Published | Trouble | Refusal | Healed | HealStarted
     | HealFailed | Leaving | Finished | Restored | CheckpointWritten | CheckpointFailed | SaveRequest
-    | EvaluationAsk | EvaluationResult | Crashed
+    | EvaluationAsk | EvaluationResult | Stranger | Crashed
 )  # fmt: skip
 
 

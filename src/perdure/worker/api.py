@@ -267,7 +267,9 @@ class Job:
                 runtime.perform(member.open(self._alone.plan(shape)))
             return runtime
         self._desk = Desk(runtime)
-        listener = Listener(context.host, context.data_key, context.worker, self._desk.on_heal)
+        listener = Listener(
+            context.host, context.data_key, context.worker, self._desk.on_heal, self._on_stranger
+        )
         runtime.groups = Groups(context.worker, listener, runtime.ear)
         self._patient = Patient(runtime, context.data_key)
         self._runtime = runtime
@@ -453,6 +455,9 @@ class Job:
             for item in deal.micro_batches:
                 values, weight = compute(item)
                 self._send(msg.EvaluationResult(step, index, item, values, weight))
+
+    def _on_stranger(self, peer: str, reason: str) -> None:
+        self._send(msg.Stranger(peer, reason))
 
     def _on_message(self, message: msg.CoordinatorMessage) -> None:
         if isinstance(message, msg.Welcome):

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from perdure.schema.errors import UsageError, WireError
 from perdure.schema.ids import NONE, Generation, WorkerId
@@ -44,10 +44,20 @@ class Adopter(Protocol):
         """Take an authenticated connection; called on any thread, and does not block."""
 
 
+class _Guest(NamedTuple):
+    """A connection that has not proved the secret yet."""
+
+    sock: socket.socket
+    name: str
+    answering: Answering
+    deadline: float
+
+
 class Listener:
     """Accepts, authenticates and deals out connections, on a thread of its own.
 
     `on_heal` is called on that thread with an open, blocking socket that is then its own; it must not block.
+    `on_stranger` is told there who was refused, and why; without it that is logged.
     Raises UsageError when `host` is not an address of this machine.
     """
 
@@ -57,15 +67,17 @@ class Listener:
         secret: bytes,
         me: WorkerId,
         on_heal: Callable[[socket.socket, Hello], None],
+        on_stranger: Callable[[str, str], None] | None = None,
     ) -> None:
         self.secret = secret
         self._me = me
         self._on_heal = on_heal
+        self._on_stranger = on_stranger or _log_stranger
         self._lock = threading.Lock()
         self._meshes: dict[Generation, Adopter] = {}
         self._parked: dict[tuple[Generation, WorkerId], tuple[socket.socket, Hello]] = {}
         self._newest = NONE
-        self._greeted: dict[int, tuple[socket.socket, Answering, float]] = {}
+        self._greeted: dict[int, _Guest] = {}
         self._stopping = False
         self._closed = False
         self._sock = _listen(host)
@@ -123,13 +135,13 @@ class Listener:
     def _patience(self) -> float | None:
         if not self._greeted:
             return None
-        soonest = min(deadline for _, _, deadline in self._greeted.values())
+        soonest = min(guest.deadline for guest in self._greeted.values())
         return max(soonest - time.monotonic(), 0.0)
 
     def _accept(self) -> None:
         while True:
             try:
-                sock, _ = self._sock.accept()
+                sock, address = self._sock.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -143,22 +155,27 @@ class Listener:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if len(self._greeted) >= _GREETED_MAX:
                 self._refuse(next(iter(self._greeted)), "too many connections at once")
-            self._greeted[sock.fileno()] = (sock, Answering(self.secret), time.monotonic() + HANDSHAKE_S)
+            deadline = time.monotonic() + HANDSHAKE_S
+            name = "{}:{}".format(*address[:2])
+            self._greeted[sock.fileno()] = _Guest(sock, name, Answering(self.secret), deadline)
             self._epoll.register(sock, select.EPOLLIN)
 
     def _greet(self, number: int) -> None:
-        sock, answering, _ = self._greeted[number]
+        sock, _, answering, _ = self._greeted[number]
         try:
             data = sock.recv(answering.wants)
-            if not data:
-                raise WireError("closed during the handshake")
             answer = answering.feed(data)
             if answer:
                 sock.sendall(answer)
         except BlockingIOError:
             return
-        except (OSError, WireError) as error:
+        except OSError:
+            data = b""
+        except WireError as error:
             self._refuse(number, str(error))
+            return
+        if not data:  # it went away by itself: a peer that died just now, as a rule
+            self._drop(number)
             return
         if answering.hello is not None:
             del self._greeted[number]
@@ -166,17 +183,18 @@ class Listener:
             self._deal(sock, answering.hello)
 
     def _refuse(self, number: int, reason: str) -> None:
-        sock = self._greeted.pop(number)[0]
-        peer = None
-        with contextlib.suppress(OSError):
-            peer = sock.getpeername()
-        _log.warning("refused a connection from %s: %s", peer, reason)
+        name = self._drop(number)
+        self._on_stranger(name, reason)
+
+    def _drop(self, number: int) -> str:
+        guest = self._greeted.pop(number)
         self._epoll.unregister(number)
-        sock.close()
+        guest.sock.close()
+        return guest.name
 
     def _expire(self) -> None:
         now = time.monotonic()
-        late = [number for number, (_, _, deadline) in self._greeted.items() if deadline <= now]
+        late = [number for number, guest in self._greeted.items() if guest.deadline <= now]
         for number in late:
             self._refuse(number, "it did not prove the secret in time")
 
@@ -214,12 +232,16 @@ class Listener:
         with self._lock:
             parked = [sock for sock, _ in self._parked.values()]
             self._parked.clear()
-        for sock in [*parked, *(entry[0] for entry in self._greeted.values())]:
+        for sock in [*parked, *(guest.sock for guest in self._greeted.values())]:
             sock.close()
         self._greeted.clear()
         self._sock.close()
         self._epoll.close()
         self._waker.close()
+
+
+def _log_stranger(name: str, reason: str) -> None:
+    _log.warning("refused a connection from %s: %s", name, reason)
 
 
 def _listen(host: str) -> socket.socket:
