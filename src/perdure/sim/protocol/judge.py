@@ -131,6 +131,10 @@ class Judge:
                 self._start_over(fields["base"])
             elif reason not in ("switch", "stop") and not self.sim.faults.disturbing:
                 self.wrong(f"generation {fields['generation']} interrupts training without a fault")
+        elif name == "fault_detected" and fields["kind"] == "hang":
+            network = {"partition", "blip", "sever"}
+            if not any(fault.kind in network for fault in self.sim.faults.fired):
+                self.wrong(f"G3: w{fields['worker']} is ended as if it hung: {fields['message']}")
         elif name == "refused_step":
             for worker in fields["unfit"]:
                 self.voided(worker)

@@ -205,16 +205,24 @@ class SaysItHasTheState(Member):
 
     def next(self) -> Next:
         healing, self.healing = self.healing, False
-        due = healing and self._header_due() and bool(self.round.headers)
+        due = healing and self._header_due()
         self.healing = healing
         return Next(Do.HEADER) if due else super().next()
 
     def header(self, digest: str) -> list[core.Action]:
         healing, self.healing = self.healing, False
-        peers = [header.digest for header in self.round.headers.values()]
-        actions = super().header(peers[0] if healing and peers else digest)
+        actions = super().header(digest)
         self.healing = healing
         return actions
+
+
+class KnowsWhatItWillHave(SimWorker):
+    """Lets `SaysItHasTheState` say the digest of what it is about to take."""
+
+    def digest(self) -> str:
+        plan = self.member.plan
+        donors = [self.sim.workers[m.worker] for m in plan.donors] if plan is not None else []
+        return donors[0].state.digest if self.member.healing and donors else super().digest()
 
 
 class ReleasesLeaversAtTheSwitch(Membership):
@@ -293,7 +301,7 @@ MUTANTS: dict[str, Mutant] = {
     "P11": Mutant("P11", Rig(membership=ForgetsTheOtherMembership), ("leave", "grow", "crash", "other")),
     "P12": Mutant("P12", Rig(worker=DropsOldGroupsAtOnce), ("leave", "grow")),
     "P14": Mutant("P14", Rig(healing=MixesSessions), ("crash", "other"), ("give", "chunk")),
-    "P15": Mutant("P15", Rig(member=SaysItHasTheState), ("crash", "grow", "leave")),
+    "P15": Mutant("P15", Rig(member=SaysItHasTheState, worker=KnowsWhatItWillHave), ("grow", "leave")),
     "P16": Mutant("P16", Rig(membership=ReleasesLeaversAtTheSwitch), ("leave", "leave", "grow")),
     "P17": Mutant("P17", Rig(worker=LeavesWhenItHasFinished), ()),
     "P18": Mutant("P18", Rig(records=WritesWhateverComes)),
