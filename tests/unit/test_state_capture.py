@@ -126,6 +126,10 @@ def script_with(make: Callable[..., torch.optim.Optimizer], seed: int, dtype: to
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_healed_optimizer_goes_on_with_the_same_bits(name: str, dtype: torch.dtype) -> None:
     source, target = (script_with(OPTIMIZERS[name], seed, dtype) for seed in (0, 7))
+    if (name, dtype) == ("SGD fused", torch.bfloat16):
+        with pytest.raises(ProtectError, match="leave fused out"):
+            ProtectedState(source)
+        return
     train(source, 3)
     donor, joiner = heal(source, target)
     train(source, 2, seed=5)

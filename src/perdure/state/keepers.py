@@ -52,6 +52,7 @@ def keeper_for(name: str, thing: object) -> Keeper:
             "between workers; use an optimizer whose step() takes no closure"
         )
     if isinstance(thing, torch.optim.Optimizer):
+        _refuse_undefined_bits(name, thing)
         return OptimizerKeeper(name, thing)
     if isinstance(thing, torch.Generator):
         return GeneratorKeeper(name, thing)
@@ -68,6 +69,19 @@ def keeper_for(name: str, thing: object) -> Keeper:
             "or protect the parts of it that have them"
         )
     return PlainKeeper(name, thing, save, load)
+
+
+def _refuse_undefined_bits(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """torch 2.13's fused SGD leaves elements of a half-precision momentum on the CPU as memory had them."""
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        half = any(
+            p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16) for p in group["params"]
+        )
+        if group["fused"] and group["momentum"] and half:
+            raise ProtectError(
+                f"job.protect({name}=SGD): with fused=True and momentum torch does not write all of a "
+                "half-precision momentum on the CPU, so that replicas would differ; leave fused out"
+            )
 
 
 class ModuleKeeper:
