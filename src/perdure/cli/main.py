@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PerdureError as error:
         print(f"perdure: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
