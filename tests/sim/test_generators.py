@@ -17,6 +17,7 @@ from perdure.schema.cluster import (
     Preemption,
     Severity,
 )
+from perdure.schema.errors import UsageError
 from perdure.sim.generators import draw_hours, generate
 from perdure.sim.happenings import Happening, Kind
 from perdure.sim.studies import STUDIES
@@ -169,3 +170,8 @@ def test_the_rates_of_the_studies() -> None:
     assert 24_000 / STUDIES["meta-rsc2"].mtbf_hours_per_node == pytest.approx(2.34)
     # Meta: the rate alone gives 28.8 h between failures at 1,024 GPUs.
     assert STUDIES["meta-rsc1"].mtbf_hours_per_node / 128 == pytest.approx(28.8, abs=0.1)
+
+
+def test_a_rate_that_no_memory_holds_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"mtbf_hours_per_node = 0\.0001 gives .* faults of 200 nodes"):
+        faults(cluster(mtbf_hours_per_node=0.0001))
