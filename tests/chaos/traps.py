@@ -132,7 +132,7 @@ class Traps:
         threading.Event().wait()  # the signal is on its way: nothing more is done here
 
     def _strike_others(self, fault: Fault, own: Strike) -> None:
-        """Kill those that are to die in the same instant; other donors with a donor, other joiners with one."""
+        """Kill those that are to die in the same instant: with a donor other donors, with a joiner joiners."""
         now = self.runtime
         plan = now.plan if now is not None else None
         if not fault.also or plan is None or own.rank is None:
