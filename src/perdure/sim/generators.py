@@ -67,9 +67,9 @@ def faults(cluster: Cluster, nodes: int, span_s: float, rng: np.random.Generator
     expected = nodes * span_s / mean_s
     if expected > FAULTS_MAX:
         raise UsageError(
-            f"cluster.mtbf_hours_per_node = {cluster.mtbf_hours_per_node:.3g} gives {expected:.2g} faults of {nodes} "
-            f"nodes in {span_s / 86_400:g} days; expected at most {FAULTS_MAX:.0e}: take fewer nodes or days, or a "
-            "rate that was measured over a longer run"
+            f"cluster.mtbf_hours_per_node = {cluster.mtbf_hours_per_node:.3g} gives {expected:.2g} faults of "
+            f"{nodes} nodes in {span_s / 86_400:g} days; expected at most {FAULTS_MAX:.0e}: take fewer nodes or "
+            "days, or a rate that was measured over a longer run"
         )
     process = cluster.failures
     if process.kind in ("weibull", "infant"):

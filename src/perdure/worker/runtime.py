@@ -183,9 +183,9 @@ class Runtime:
                 if now.do is Do.COMMIT and self.member.enter_commit():
                     self._enter_commit(step)
                     return None
-                if now.do is Do.END:
-                    raise SystemExit(self.inbox.release.exit_code if self.inbox.release else 0)
-                if now.do is Do.WAIT:
+                if self.inbox.release is not None:
+                    raise SystemExit(self.inbox.release.exit_code)
+                if now.do in (Do.WAIT, Do.END):  # at the end: a donor until released (P16)
                     self.page.write(Phase.REDUCE, step, -1, self._samples)
                     self.changed.wait()
                     continue
