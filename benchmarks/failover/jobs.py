@@ -80,10 +80,17 @@ def perdure(
     return Started(command, run_dir.with_suffix(".log"))
 
 
-def ddp(workload: Workload, log: Path, steps: int, *options: str, launcher: Sequence[str] = ()) -> Started:
-    """DDP's job under torchrun."""
+def ddp(
+    workload: Workload,
+    log: Path,
+    steps: int,
+    *options: str,
+    launcher: Sequence[str] = (),
+    extra: Mapping[str, str] | None = None,
+) -> Started:
+    """DDP's job under torchrun, which gets `extra` in its environment."""
     command = [
         *(PYTHON.with_name("torchrun"), "--standalone", "--nproc-per-node", str(WORKERS), *launcher),
         *(HERE / "train_ddp.py", *workload.arguments(), "--steps", str(steps), *options),
     ]
-    return Started(command, log)
+    return Started(command, log, extra)

@@ -8,10 +8,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import jobs
 from figures import Figure, interval
 from gate import Segment, Turns
 from settings import STEP_1S, STEP_100MS, WORKERS, Workload
+
+import jobs
 
 START_S = 120.0
 

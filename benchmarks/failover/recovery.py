@@ -11,10 +11,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import jobs
 from figures import Figure, interval
 from rundir import Kill, RunDir
 from settings import STEP_1S, WORKERS, Workload
+
+import jobs
 
 KILLS = 9
 WARM_UP = 4

@@ -16,12 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from scenario import Scenario
-from traps import Traps, install
-
 import train_task
 from perdure.chaos.faults import Moment
+from scenario import Scenario
 from tasks import TASKS
+from traps import Traps, install
 
 
 class TimedDiary(train_task.Diary):

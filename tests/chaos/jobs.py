@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 
 import msgspec
 import pytest
-from scenario import Scenario, Strike, strikes
 
 from perdure.chaos.faults import Manner
 from perdure.chaos.verdict import Commit, Evidence, Expected, Start
 from reference import sample_ids, train
+from scenario import Scenario, Strike, strikes
 from tasks import TASKS
 
 HERE = Path(__file__).parent

@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from scenario import Scenario
-
 from perdure.chaos.faults import DEATHS, Fault, Manner, Moment, Target
+from scenario import Scenario
 
 MEMBERS = 4
 ONCE = (Moment.FIRST_GROUP, Moment.LAST_STEP, Moment.AFTER_LAST)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matrix
 import pytest
-from jobs import Running, launch, undisturbed
-from scenario import Strike
 
+import matrix
+from jobs import Running, launch, undisturbed
 from perdure.chaos.faults import DEATHS, Manner, Moment
 from perdure.chaos.verdict import Outcome, Verdict, judge
+from scenario import Strike
 
 CELLS = [(moment, manner) for moment in Moment for manner in DEATHS]
 AT_ONCE = [(moment, losses) for moment in Moment for losses in matrix.losses_at_once(moment)]

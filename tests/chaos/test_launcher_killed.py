@@ -8,10 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from jobs import Running, launch, port_of, refuses, undisturbed
-from scenario import Scenario
 
+from jobs import Running, launch, port_of, refuses, undisturbed
 from perdure.chaos.verdict import Evidence, Outcome, judge
+from scenario import Scenario
 
 TASK = "mlp"
 STEPS = 24

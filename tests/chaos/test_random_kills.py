@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from jobs import DEADLINE_S, PERDURE, launch, undisturbed
 
+from jobs import DEADLINE_S, PERDURE, launch, undisturbed
 from perdure.chaos.faults import Manner
 from perdure.chaos.verdict import Outcome, judge
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import torch
-from scenario import Scenario, Strike, strikes
 from torch import nn
 
 from perdure.chaos.faults import Fault, Manner, Moment
@@ -39,6 +38,7 @@ from perdure.worker.loader import Loader
 from perdure.worker.reduce import RESULT, Attempt, Reducer, tell_all
 from perdure.worker.runtime import Runtime
 from perdure.worker.transport import Bulk
+from scenario import Scenario, Strike, strikes
 from tasks import Parts, Task
 
 BUCKET_BYTES = 16 << 10

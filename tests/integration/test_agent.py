@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 import pytest
-from scripted import DEADLINE_S, ScriptedCoordinator, Stage, living
 
 from perdure.agent import zygote_client
 from perdure.schema.errors import OrphanedError, PerdureError, UsageError
@@ -36,6 +35,7 @@ from perdure.schema.messages import (
 )
 from perdure.schema.plan import Position, Shape
 from perdure.schema.wire import body
+from scripted import DEADLINE_S, ScriptedCoordinator, Stage, living
 
 SLEEP = "import time\nprint('up', flush=True)\ntime.sleep(60)\n"
 JOIN = """

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from test_api_exact import SCRIPT, judged
-
 from launched import digests, expect, run
 from perdure.state.shelf import verify
+from test_api_exact import SCRIPT, judged
 
 STEPS = 4
 

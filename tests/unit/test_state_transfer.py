@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from perdure.schema.errors import ProtocolError, RestoreError
 from perdure.state.capture import ProtectedState
 from perdure.state.layout import TensorSpec
+from perdure.state.memory import flat_bytes, view_of
 from perdure.state.transfer import Chunk, Donor, Receiver, Session, chunks
 
 CHUNK = 512
@@ -80,8 +82,8 @@ def carry(donor: Donor, receiver: Receiver, chunk: Chunk) -> None:
 def test_a_joiner_takes_the_state_from_several_donors_at_once(staged: bool, steps: int) -> None:
     group = donors(3)
     joiner = ProtectedState(script(9, steps))
-    receiver = Receiver(joiner, staged=staged, chunk_bytes=CHUNK)
-    receiver.begin(group[0].session, group[1].description)
+    receiver = Receiver(joiner, chunk_bytes=CHUNK)
+    receiver.begin(group[0].session, group[1].description, staged=staged)
     wanted = receiver.missing()
     assert len(wanted) == len(group[0]) > 10
     random.Random(0).shuffle(wanted)
@@ -115,8 +117,8 @@ def test_direct_bytes_land_in_the_live_tensors() -> None:
     target = script(9, 1)
     weight = target["model"][0].weight
     address = weight.data_ptr()
-    receiver = Receiver(ProtectedState(target), staged=False, chunk_bytes=CHUNK)
-    receiver.begin(donor.session, donor.description)
+    receiver = Receiver(ProtectedState(target), chunk_bytes=CHUNK)
+    receiver.begin(donor.session, donor.description, staged=False)
     for chunk in receiver.missing():
         carry(donor, receiver, chunk)
     assert torch.equal(weight, script(0, 3)["model"][0].weight)
@@ -185,13 +187,33 @@ def test_the_same_session_goes_on_where_it_was() -> None:
     assert receiver.finish() == second.session.digest
 
 
+@pytest.mark.parametrize("pieces", [0, 1, 1000])
+def test_room_that_was_made_ahead_is_used_if_it_suffices(pieces: int) -> None:
+    [donor] = donors(1)
+    joiner = ProtectedState(script(9, 0))
+    receiver = Receiver(joiner, chunk_bytes=CHUNK)
+    hurry = iter([False] * pieces + [True] * 1000)
+    receiver.reserve(donor.total_bytes if pieces else 0, lambda: next(hurry))
+    receiver.begin(donor.session, donor.description, staged=False)
+    for chunk in receiver.missing():
+        carry(donor, receiver, chunk)
+    assert receiver.finish() == donor.session.digest == joiner.digest()
+
+
+def test_addresses_say_where_the_bytes_are() -> None:
+    [donor] = donors(1)
+    entries = ProtectedState(script(0, 3)).tensors()
+    there = [ctypes.string_at(at, e.spec.nbytes) for at, e in zip(donor.addresses, entries, strict=True)]
+    assert there == [bytes(view_of(flat_bytes(entry.tensor))) for entry in entries]
+
+
 @pytest.mark.parametrize("staged", [True, False])
 def test_one_wrong_bit_is_found_and_the_session_starts_from_zero(staged: bool) -> None:
     [donor] = donors(1)
     joiner = ProtectedState(script(9, 1))
     before = joiner.digest()
-    receiver = Receiver(joiner, staged=staged, chunk_bytes=CHUNK)
-    receiver.begin(donor.session, donor.description)
+    receiver = Receiver(joiner, chunk_bytes=CHUNK)
+    receiver.begin(donor.session, donor.description, staged=staged)
     for chunk in receiver.missing():
         buffer = receiver.buffer(donor.session, chunk.index)
         assert buffer is not None
@@ -202,7 +224,7 @@ def test_one_wrong_bit_is_found_and_the_session_starts_from_zero(staged: bool) -
     with pytest.raises(RestoreError, match="it is received anew"):
         receiver.finish()
     assert (joiner.digest() == before) is staged
-    receiver.begin(donor.session, donor.description)
+    receiver.begin(donor.session, donor.description, staged=staged)
     for chunk in receiver.missing():
         carry(donor, receiver, chunk)
     assert receiver.finish() == donor.session.digest

@@ -68,8 +68,8 @@ def faults(cluster: Cluster, nodes: int, span_s: float, rng: np.random.Generator
     if expected > FAULTS_MAX:
         raise UsageError(
             f"cluster.mtbf_hours_per_node = {cluster.mtbf_hours_per_node:.3g} gives {expected:.2g} faults of "
-            f"{nodes} nodes in {span_s / 86_400:g} days; expected at most {FAULTS_MAX:.0e}: take fewer nodes or "
-            "days, or a rate that was measured over a longer run"
+            f"{nodes} nodes in {span_s / 86_400:g} days; expected at most {FAULTS_MAX:.0e}: take fewer "
+            "nodes or days, or a rate that was measured over a longer run"
         )
     process = cluster.failures
     if process.kind in ("weibull", "infant"):
