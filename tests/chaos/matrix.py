@@ -33,6 +33,7 @@ class Run:
     steps: int
     options: tuple[str, ...] = ()
     task: str = "gpt"
+    compute_ms: int = 0
 
 
 def cell(moment: Moment, manner: Manner) -> Run:
@@ -60,7 +61,13 @@ def _spread(moment: Moment) -> Run:
             target = Target(since=step, rank=(number + turn) % MEMBERS)
             faults.append(Fault(name=manner, moment=moment, manner=manner, target=target))
             step += 3
-    return Run(moment.name, Scenario(faults=tuple(faults), whole=True), step + 1)
+    scenario = Scenario(faults=tuple(faults), whole=True)
+    return Run(moment.name, scenario, step + 1, compute_ms=_compute_ms(moment))
+
+
+def _compute_ms(moment: Moment) -> int:
+    """Where a worker is lost while it computes, the others shall be computing still when they learn of it."""
+    return 40 if moment in (Moment.DATA_FETCH, Moment.FORWARD, Moment.BACKWARD) else 0
 
 
 def _loss(name: str, step: int, rank: int, also: int = 0) -> Fault:
@@ -123,7 +130,8 @@ def at_once(moment: Moment, losses: int) -> Run:
         also=losses - 1,
     )
     whole = moment not in (Moment.LAST_STEP, Moment.AFTER_LAST)
-    return Run(name, Scenario(faults=(*before, fault), whole=whole), steps, options)
+    scenario = Scenario(faults=(*before, fault), whole=whole)
+    return Run(name, scenario, steps, options, compute_ms=_compute_ms(moment))
 
 
 def tight_corners() -> Iterator[Run]:
@@ -134,6 +142,10 @@ def tight_corners() -> Iterator[Run]:
         yield _corner(f"{moment.name}-on-the-last-step", moment, target=last)
     for moment in (Moment.GATHER, Moment.LEAVING, Moment.OPTIMIZER):
         yield _corner(f"{moment.name}-two-on-the-last-step", moment, target=last, also=1)
+    for also in range(3):
+        yield _corner(
+            f"GATHER-last-shard-and-{also}", Moment.GATHER, target=Target(since=1), nth=2, also=also
+        )
     for nth, where in ((2, "waiting to be released"), (3, "in the script's tail")):
         for manner in (Manner.KILL, Manner.RAISE):
             yield _corner(f"AFTER_LAST-{where}-{manner}", Moment.AFTER_LAST, manner=manner, nth=nth)

@@ -40,7 +40,9 @@ PAIR_RUNS = [matrix.at_once(moment, losses) for moment, losses in AT_ONCE]
 
 
 def carry_out(run: matrix.Run, directory: Path) -> Running:
-    running = launch(directory, run.task, run.steps, run.scenario, run.options)
+    running = launch(
+        directory, run.task, run.steps, run.scenario, run.options, ("--compute-ms", str(run.compute_ms))
+    )
     try:
         running.wait()
     finally:

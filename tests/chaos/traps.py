@@ -132,7 +132,7 @@ class Traps:
         threading.Event().wait()  # the signal is on its way: nothing more is done here
 
     def _strike_others(self, fault: Fault, own: Strike) -> None:
-        """Kill those that are to die in the same instant: with a donor other donors, with a joiner joiners."""
+        """Kill those that are to die in the same instant: other donors with a donor, joiners with a joiner."""
         now = self.runtime
         plan = now.plan if now is not None else None
         if not fault.also or plan is None or own.rank is None:
@@ -282,8 +282,9 @@ def _reduction(traps: Traps) -> None:
         if header.kind != RESULT:
             return
         posted[id(attempt)] += 1
-        if posted[id(attempt)] == 2:
-            _flush(attempt.transport)  # one peer has a finished shard, the others have not
+        folds = sum(fold is not None for fold in attempt.folds)
+        if posted[id(attempt)] in (2, folds * (len(attempt.exchange.ranks) - 1)):
+            _flush(attempt.transport)  # one peer has a finished shard, or all of them, another has not
             traps.at(Moment.GATHER, attempt.step)
 
     _before(Reducer, "_post", post)
