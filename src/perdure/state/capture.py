@@ -16,7 +16,7 @@ and bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
@@ -94,6 +94,8 @@ class ProtectedState:
         self._keepers = {name: keeper_for(name, objects[name]) for name in sorted(objects)}
         self._regions: dict[int, Region] = {}
         self._staging: Staging | None = None
+        self.known_bytes = 0
+        """Bytes of all entries together at the last walk: for threads that must not walk themselves."""
         self._walk()
 
     def digest(self) -> str:
@@ -150,7 +152,7 @@ class ProtectedState:
         touch of new memory takes several times as long as the copy.
         """
         description, entries = self.capture()
-        offsets, size = _layout(description.tensors)
+        offsets, size = layout(description.tensors)
         if slab is None or slab.nbytes < size:
             slab = _new_slab(size)
         tensors: dict[str, torch.Tensor] = {}
@@ -167,7 +169,7 @@ class ProtectedState:
     @property
     def slab_bytes(self) -> int:
         """Bytes that a snapshot of the state as it is now needs; grows when the optimizer gets its state."""
-        return _layout(self.description().tensors)[1]
+        return layout(self.description().tensors)[1]
 
     def landing(self, description: Description) -> dict[str, torch.Tensor]:
         """The live memory into which entries of `description` may be received directly (flat uint8, CPU)."""
@@ -232,6 +234,7 @@ class ProtectedState:
         objects = {name: keeper.walk(scribe) for name, keeper in self._keepers.items()}
         self._regions = scribe.regions
         scribe.entries.sort(key=_by_name)
+        self.known_bytes = sum(region.nbytes for region in scribe.entries)
         return objects, scribe.entries
 
 
@@ -262,7 +265,7 @@ def _description(objects: dict[str, Tree], entries: list[Region]) -> Description
     return Description(format=FORMAT, objects=objects, tensors=[region.spec for region in entries])
 
 
-def _layout(specs: list[TensorSpec]) -> tuple[list[int], int]:
+def layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:
     """Aligned offsets of the entries in one slab, and its size."""
     offsets: list[int] = []
     size = 0

@@ -17,7 +17,7 @@ cost more than the bytes).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -26,12 +26,16 @@ import msgspec
 import torch
 
 from perdure.schema.errors import ProtocolError, RestoreError
-from perdure.state.capture import ProtectedState, digest_of
+from perdure.state.capture import ProtectedState, digest_of, layout
 from perdure.state.layout import Description, TensorSpec, decode_description, encode_description
 from perdure.state.memory import Region, flat_bytes, view_of, wait_for
 
 CHUNK_BYTES: Final = 1 << 20
 """Default size of a chunk: large enough for the socket, small enough to share the work evenly."""
+
+
+_TOUCH_BYTES: Final = 8 << 20
+_SLACK_BYTES: Final = 1 << 20  # entries begin at multiples of some bytes
 
 
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,6 +127,11 @@ class Donor:
         given = zip(self._described.tensors, self._bytes, strict=True)
         return digest_of(self._described, {spec.name: flat.cpu() for spec, flat in given})
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where each tensor of the description lies in host memory; 0 for one that does not."""
+        return tuple(flat.data_ptr() if flat.device.type == "cpu" else 0 for flat in self._bytes)
+
     def __len__(self) -> int:
         """The number of chunks."""
         return len(self._chunks)
@@ -188,17 +197,28 @@ class Receiver:
 
     With `staged`, everything lands in private buffers and the live state is touched only after the digest
     was checked. Without, parameters and optimizer state that exist already land in place, which saves
-    their memory and a copy; if the digest is then wrong, the live state is void.
+    their memory and a copy; if the digest is then wrong, the live state is void. What does not exist yet
+    lands where it stays; `reserve` makes that memory ready ahead of time, since the first touch of new
+    memory takes longer than the copy into it.
     """
 
-    def __init__(self, state: ProtectedState, *, staged: bool = True, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, state: ProtectedState, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._state = state
-        self._staged = staged
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         self._arrival: _Arrival | None = None
+        self._reserve = torch.empty(0, dtype=torch.uint8)
 
-    def begin(self, session: Session, description: bytes) -> None:
+    def reserve(self, nbytes: int, hurry: Callable[[], bool]) -> None:
+        """Make room for a state of `nbytes`, as far as it exceeds this one; until `hurry` says to stop."""
+        slab = torch.empty(max(0, nbytes - self._state.known_bytes) + _SLACK_BYTES, dtype=torch.uint8)
+        for start in range(0, slab.nbytes, _TOUCH_BYTES):
+            if hurry():
+                break
+            slab[start : start + _TOUCH_BYTES].zero_()
+        self._reserve = slab
+
+    def begin(self, session: Session, description: bytes, *, staged: bool = True) -> None:
         """Start a session, or go on with it if it is the same; what landed of another is thrown away.
 
         Raises `RestoreError` if the state described does not fit the live objects.
@@ -210,13 +230,13 @@ class Receiver:
             described = decode_description(description)
             self._state.check(described)
             cut = chunks(described.tensors, self._chunk_bytes)
-            live = {} if self._staged else self._state.landing(described)
+            live = self._state.landing(described)
             buffers = {
-                spec.name: live[spec.name]
-                if spec.name in live
-                else torch.empty(spec.nbytes, dtype=torch.uint8)
+                spec.name: torch.empty(spec.nbytes, dtype=torch.uint8) if staged else live[spec.name]
                 for spec in described.tensors
+                if spec.name in live
             }
+            buffers |= self._place([spec for spec in described.tensors if spec.name not in live])
             self._arrival = _Arrival(
                 session=session,
                 raw=description,
@@ -284,6 +304,14 @@ class Receiver:
             )
         self._state.restore(arrival.description, arrival.buffers, adopt=True)
         return digest
+
+    def _place(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+        """Memory for tensors that the state has not yet, side by side in what was reserved."""
+        offsets, size = layout(specs)
+        slab, self._reserve = self._reserve, torch.empty(0, dtype=torch.uint8)
+        if slab.nbytes < size:
+            return {spec.name: torch.empty(spec.nbytes, dtype=torch.uint8) for spec in specs}
+        return {spec.name: slab[at : at + spec.nbytes] for spec, at in zip(specs, offsets, strict=True)}
 
     def _of(self, session: Session) -> _Arrival | None:
         arrival = self._arrival

@@ -281,12 +281,16 @@ class Job:
         """Between two steps: restore, heal, wait for a plan; false at the loop's end."""
         member = runtime.member
         while True:
-            runtime.wait_for(lambda: runtime.inbox.restore is not None or self._knows(runtime))
+            runtime.wait_for(
+                lambda: runtime.inbox.restore is not None or self._knows(runtime) or self._can_prepare()
+            )
             with runtime.lock:
                 restore, runtime.inbox.restore = runtime.inbox.restore, None
                 now, plan = member.next(), member.plan
             if restore is not None:
                 self._restore(runtime, restore)
+            elif self._patient is not None and self._can_prepare() and not self._knows(runtime):
+                self._patient.prepare(hurry=lambda: self._knows(runtime))
             elif runtime.inbox.release is not None and not (member.ended or member.left):
                 raise SystemExit(runtime.inbox.release.exit_code)
             elif now.do is Do.HEAL:
@@ -299,6 +303,9 @@ class Job:
             else:
                 self._look_ahead(runtime, loader)
                 return True
+
+    def _can_prepare(self) -> bool:
+        return self._patient is not None and self._patient.can_prepare()
 
     def _knows(self, runtime: Runtime) -> bool:
         """Whether the main thread has something to do at a boundary."""

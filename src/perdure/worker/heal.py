@@ -1,34 +1,40 @@
 """State from a live replica: a joiner takes it from several donors while these go on computing.
 
     joiner ── HEAL connection ──▶ donor        authenticated by the listener's handshake
+    HowLarge                       ▶           while it waits to be let in: it makes room
+                                   ◀  Size(nbytes)
     Ask(step, digest)              ▶           `digest`: what the joiner has already
-                                   ◀  Offer(session, description, records) or Same or No(reason)
+                                   ◀  Offer(session, description, records, memory) or Same or No(reason)
+    (reads the donor's memory)                 on the same host, where the kernel lets it (`pull`); else
     Want(index) …                  ▶           a few ahead, so that the connection never idles
                                    ◀  the chunk's bytes, in the order asked for
 
-A donor's state cannot change meanwhile: its next commit needs the joiner's header, which the joiner sends
-only when its own state is complete and verified (P15). Sessions are keyed by (step, digest) (P14).
+All donors are asked at once: each takes its digest anew. A donor's state cannot change meanwhile: its next
+commit needs the joiner's header, which the joiner sends only when its own state is complete and verified
+(P15). Sessions are keyed by (step, digest) (P14).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from perdure.schema import messages as msg
 from perdure.schema.errors import ProtocolError, RestoreError, WireError
-from perdure.schema.ids import WorkerId
+from perdure.schema.ids import Generation, WorkerId
 from perdure.schema.plan import Address, Plan, Record
 from perdure.state.transfer import Chunk, Donor, Receiver, Session
-from perdure.worker import defect
+from perdure.worker import defect, pull
 from perdure.worker.dial import connect
 from perdure.worker.handshake import HEAL, Hello
 from perdure.worker.runtime import Runtime
@@ -40,11 +46,33 @@ _LENGTH = struct.Struct("<I")
 _LIMIT = 64 << 20
 
 
+class HowLarge(msgspec.Struct, frozen=True, tag=True):
+    """How much will there be to take?"""
+
+
+class Size(msgspec.Struct, frozen=True, tag=True):
+    """About as much: the bytes of the state when it was last walked."""
+
+    nbytes: int
+
+
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """The state after `step`, please."""
 
     step: int
     digest: str
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Where the state lies in the donor's process: an address for each tensor of the description, 0 for none.
+
+    `token` lies at `token_at` there, for whoever can read it.
+    """
+
+    pid: int
+    token_at: int
+    token: bytes
+    tensors: tuple[int, ...]
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -53,6 +81,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     session: Session
     description: bytes
     records: tuple[Record, ...]
+    memory: Memory
 
 
 class Same(msgspec.Struct, frozen=True, tag=True):
@@ -74,8 +103,8 @@ class Want(msgspec.Struct, frozen=True, tag=True):
 
 
 _BROKEN = (OSError, WireError, msgspec.DecodeError)
-_FROM_DONOR = msgspec.msgpack.Decoder(Offer | Same | No)
-_FROM_JOINER = msgspec.msgpack.Decoder(Ask | Want)
+_FROM_DONOR = msgspec.msgpack.Decoder(Offer | Same | No | Size)
+_FROM_JOINER = msgspec.msgpack.Decoder(Ask | HowLarge | Want)
 
 
 class Desk:
@@ -85,6 +114,8 @@ class Desk:
         self._runtime = runtime
         self._lock = threading.Lock()
         self._donor: Donor | None = None
+        pull.permit_siblings()
+        self._token = pull.Token()
 
     def on_heal(self, sock: socket.socket, hello: Hello) -> None:
         """A joiner connected (called by the listener; must not block)."""
@@ -95,6 +126,9 @@ class Desk:
         with contextlib.suppress(*_BROKEN, ProtocolError), contextlib.closing(sock):
             sock.settimeout(IDLE_S)
             ask = _FROM_JOINER.decode(_receive(sock))
+            if isinstance(ask, HowLarge):
+                _send(sock, Size(self._runtime.training.state.known_bytes))
+                return
             if not isinstance(ask, Ask):
                 raise WireError("a joiner has to ask first")
             donor, answer = self._answer(ask)
@@ -121,7 +155,8 @@ class Desk:
             donor = self._donor
         if donor.session.digest == ask.digest:
             return None, Same(records)
-        return donor, Offer(donor.session, donor.description, records)
+        memory = Memory(os.getpid(), self._token.address, self._token.value, donor.addresses)
+        return donor, Offer(donor.session, donor.description, records, memory)
 
     def forget(self) -> None:
         """The state changes: what was offered is void."""
@@ -136,6 +171,22 @@ class _Line:
     worker: WorkerId
     sock: socket.socket
     offer: Offer
+    remote: pull.Remote | None
+
+    def read(self, chunk: Chunk, into: memoryview) -> None:
+        """Read a chunk from the donor's memory. Raises GoneError, UnreadableError."""
+        assert self.remote is not None
+        at = self.offer.memory.tensors
+        if not all(at[piece.tensor] for piece in chunk.pieces):
+            raise pull.UnreadableError("not in host memory")
+        places = [n for piece in chunk.pieces for n in (at[piece.tensor] + piece.offset, piece.length)]
+        self.remote.read(struct.pack(f"={len(places)}Q", *places), into)
+
+    def close(self) -> None:
+        """Let go of the donor."""
+        self.sock.close()
+        if self.remote is not None:
+            self.remote.close()
 
 
 class Patient:
@@ -144,13 +195,37 @@ class Patient:
     def __init__(self, runtime: Runtime, secret: bytes) -> None:
         self._runtime = runtime
         self._secret = secret
-        self._receiver = Receiver(runtime.training.state, staged=True)
-        self._own: str | None = None
+        self._receiver = Receiver(runtime.training.state)
+        self._own, self._own_at = "", 0
+        self._asked: Generation | None = None
+
+    def can_prepare(self) -> bool:
+        """Whether a generation is on offer that would let this worker in, and no room was made for it yet."""
+        plan, me = self._runtime.member.prepared, self._runtime.member.worker
+        return plan is not None and plan.generation != self._asked and me in plan.joiners
+
+    def prepare(self, hurry: Callable[[], bool]) -> None:
+        """Make room for the state that is to come, and take the digest of what is here; until `hurry`."""
+        with self._runtime.lock:
+            plan = self._runtime.member.prepared
+        if plan is None:
+            return
+        self._asked = plan.generation
+        self._own_digest()
+        for donor in plan.members:
+            if donor.worker in plan.joiners:
+                continue
+            answer, sock = self._ask(donor, plan, HowLarge())
+            if sock is not None:
+                sock.close()
+            if isinstance(answer, Size):
+                self._receiver.reserve(answer.nbytes, hurry)
+                return
 
     def heal(self, plan: Plan, step: int) -> None:
         """Take the state after `step`; returns when it is in place, or when the plan is superseded."""
         started = time.monotonic()
-        digest = self._own = self._own or self._runtime.training.digest_now()
+        digest = self._own_digest()
         lines, same = self._open_lines(plan, step, digest)
         try:
             if same is not None:
@@ -164,7 +239,6 @@ class Patient:
             if not self._receiver.missing():
                 healed = self._receiver.finish()
                 self._runtime.training.restored()
-                self._own = healed
                 assert healed == session.digest
                 self._done(plan, step, nbytes, started, healed, records)
         except RestoreError as error:
@@ -172,32 +246,40 @@ class Patient:
             self._runtime.wait_for(lambda: self._over(plan))
         finally:
             for line in lines:
-                line.sock.close()
+                line.close()
+
+    def _own_digest(self) -> str:
+        """The digest of the state that is here; it stays until something is taken or restored."""
+        if not self._own or self._own_at != self._runtime.training.restorations:
+            self._own_at = self._runtime.training.restorations
+            self._own = self._runtime.training.digest_now()
+        return self._own
 
     def _open_lines(self, plan: Plan, step: int, digest: str) -> tuple[list[_Line], Same | None]:
+        donors = [donor for donor in plan.donors if donor.worker != self._runtime.member.worker]
         lines: list[_Line] = []
-        for donor in plan.donors:
-            if donor.worker == self._runtime.member.worker:
-                continue
-            answer, sock = self._ask(donor, plan, step, digest)
-            if isinstance(answer, Same) and sock is not None:
-                sock.close()
-                for line in lines:
-                    line.sock.close()
-                return [], answer
+        same: list[Same] = []
+
+        def ask(donor: Address) -> None:
+            answer, sock = self._ask(donor, plan, Ask(step, digest))
             if isinstance(answer, Offer) and sock is not None:
-                lines.append(_Line(donor.worker, sock, answer))
+                memory = answer.memory
+                remote = pull.open_remote(memory.pid, memory.token_at, memory.token)
+                lines.append(_Line(donor.worker, sock, answer, remote))
             elif sock is not None:
+                same.extend([answer] if isinstance(answer, Same) else [])
                 sock.close()
-        agreed = [line for line in lines if line.offer.session == lines[0].offer.session]
+
+        _at_once([functools.partial(ask, donor) for donor in donors])
+        agreed = [line for line in lines if not same and line.offer.session == lines[0].offer.session]
         for line in lines:
             if line not in agreed:
-                line.sock.close()
-        return agreed, None
+                line.close()
+        return agreed, same[0] if same else None
 
     def _ask(
-        self, donor: Address, plan: Plan, step: int, digest: str
-    ) -> tuple[Offer | Same | No | None, socket.socket | None]:
+        self, donor: Address, plan: Plan, question: Ask | HowLarge
+    ) -> tuple[Offer | Same | No | Size | None, socket.socket | None]:
         hello = Hello(HEAL, plan.generation, self._runtime.member.worker, donor.worker)
         try:
             sock = connect(donor, self._secret, hello, CONNECT_S)
@@ -205,7 +287,7 @@ class Patient:
             return None, None
         try:
             sock.settimeout(IDLE_S)
-            _send(sock, Ask(step, digest))
+            _send(sock, question)
             return _FROM_DONOR.decode(_receive(sock)), sock
         except _BROKEN:
             sock.close()
@@ -213,7 +295,9 @@ class Patient:
 
     def _begin(self, plan: Plan, step: int, lines: Sequence[_Line]) -> int:
         offer = lines[0].offer
-        self._receiver.begin(offer.session, offer.description)
+        # P14: with two other holders the state may be written where it stays before its digest is checked.
+        self._receiver.begin(offer.session, offer.description, staged=len(lines) < 2)
+        self._own = ""
         nbytes = sum(chunk.length for chunk in self._receiver.missing())
         donors = tuple(line.worker for line in lines)
         self._runtime.tell(msg.HealStarted(plan.generation, step, nbytes, donors))
@@ -222,17 +306,11 @@ class Patient:
     def _take(self, lines: Sequence[_Line]) -> None:
         """All lines at once, each taking the next chunk that nobody has asked for."""
         todo: deque[Chunk] = deque(self._receiver.missing())
-        take = defect.fatal(self._take_from)
-        threads = [
-            threading.Thread(target=take, args=(line, todo), name="perdure-heal", daemon=True)
-            for line in lines
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        _at_once([functools.partial(self._take_from, line, todo) for line in lines])
 
     def _take_from(self, line: _Line, todo: deque[Chunk]) -> None:
+        if line.remote is not None and not self._read_from(line, todo):
+            return
         asked: deque[Chunk] = deque()
         session = line.offer.session
         try:
@@ -251,6 +329,27 @@ class Patient:
         except (OSError, WireError):
             todo.extend(asked)  # the other lines take them
 
+    def _read_from(self, line: _Line, todo: deque[Chunk]) -> bool:
+        """Read chunks from the donor's memory; true if what is left has to come through the socket."""
+        session = line.offer.session
+        while todo:
+            try:
+                chunk = todo.popleft()
+            except IndexError:
+                return False
+            try:
+                view = self._receiver.buffer(session, chunk.index)
+                if view is not None:
+                    line.read(chunk, view)
+                    self._receiver.landed(session, chunk.index)
+            except pull.UnreadableError:
+                todo.appendleft(chunk)
+                return True
+            except pull.GoneError:
+                todo.appendleft(chunk)
+                return False
+        return False
+
     def _done(
         self, plan: Plan, step: int, nbytes: int, started: float, digest: str, records: Sequence[Record]
     ) -> None:
@@ -267,6 +366,17 @@ class Patient:
     def _over(self, plan: Plan) -> bool:
         current = self._runtime.member.plan
         return current is None or current.generation != plan.generation
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Carry the calls out side by side, each on a thread of its own; return when all have ended."""
+    threads = [
+        threading.Thread(target=defect.fatal(call), name="perdure-heal", daemon=True) for call in calls
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _send(sock: socket.socket, message: msgspec.Struct) -> None:

@@ -40,6 +40,7 @@ class Training:
         self.hooks = Hooks(parameters, first_bucket, len(self.buckets))
         self.loss = float("nan")
         self.usual_calls = 0
+        self.restorations = 0
         self._digest_every = digest_every
         self._digests: dict[int, str] = {}
         self._names = names
@@ -115,6 +116,7 @@ class Training:
     def restored(self) -> None:
         """The state was taken from elsewhere."""
         self._digests = {}
+        self.restorations += 1
         self.buffers.note_restored()
 
 
