@@ -317,7 +317,7 @@ class Server:
             await asyncio.to_thread(self._ports.publish_save, Path(request.partial), Path(request.path))
         except OSError as error:
             reason = str(error)
-        self._act(lambda now: self.job.saved(worker, request.path, request.step, reason, now))
+        self._act(lambda now: self.job.saved(worker, request, reason, now))
 
     def _end(self, end: core.End) -> None:
         for writer in self._agents.values():

@@ -1,4 +1,4 @@
-"""What must not last: a seal without an answer, healing without an end, a connection that stays broken."""
+"""What must not last: a seal without an answer, healing, a broken connection, a process that should end."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ TROUBLES_MAX = 3
 """When so many new groups in a row fail again, with no step between them, one worker is at fault."""
 
 
+LINGER_S = 10.0
+"""A process whose script has raised may clean up for so long."""
+
+
 class Deadlines:
     """Looks at the time. `trouble` notes what may have to be acted upon later."""
 
@@ -36,6 +40,10 @@ class Deadlines:
         for node in list(self._office.staff.nodes.values()):
             if node.lost_at is not None and now - node.lost_at > NODE_GRACE_S:
                 self._deaths.node_lost(node, now)
+        for worker in self._office.staff.workers.values():
+            if worker.crashed_at is not None and now - worker.crashed_at > LINGER_S:
+                worker.crashed_at = None
+                self._office.kill(worker.id)
         self._opening(now)
         self._connections(now)
 

@@ -1,6 +1,7 @@
 """A worker or a node is gone, or must go: what that means for the job.
 
-1. `Failures` judges each death: replace the worker, or end the run (G7).
+1. `Failures` judges each death: replace the worker, or end the run (G7). An exception is judged when it is
+   told: the interpreter takes a quarter of a second to end after it, a script's own cleaning up any time.
 2. A replaced worker leaves the membership at once; the vacancy is filled when events have been handled.
 3. What it had in hand besides the step (an evaluation's item, a checkpoint) goes to another worker.
 """
@@ -36,18 +37,30 @@ class Deaths:
         self._put_down(worker.id)
         doing = _doing(exited.doing)
         clean = exited.exit_code == 0
-        if worker.released and not worker.leaving and (clean or office.exit_code):
+        if worker.stopped or (worker.leaving and worker.released):
+            self._lost(worker.id, now, doing)
+        elif worker.released and (clean or office.exit_code):
             office.membership.forget(worker.id)
             office.staff.done.add((worker.node, worker.slot))
-        elif worker.stopped or (worker.leaving and worker.released):
-            self._lost(worker.id, now, doing)
         elif self._plain.is_plain(worker):
             if clean:
                 self._plain.finished(worker)
-            elif not self._stops(worker, exited, ready=self._plain.lasted(now)):
+            elif not self._stops(worker, _death(worker, exited), exited, self._plain.lasted(now)):
                 self._plain.start_again()
-        elif not self._stops(worker, exited, ready=worker.ready):
+        elif not self._stops(worker, _death(worker, exited), exited, worker.ready):
             self._replace(worker, now, doing)
+
+    def crashed(self, worker: Worker, crash: msg.Crashed, now: float) -> None:
+        """A worker's script raised. What its process still does concerns nobody; its exit means nothing."""
+        office = self._office
+        as_told = worker.released and (office.exit_code or worker.leaving)
+        if worker.stopped or as_told or not worker.joined or office.phase == "over":
+            return
+        worker.stopped = True
+        worker.crashed_at = now
+        self._put_down(worker.id)
+        if not self._stops(worker, _exception(crash, crash.exit_code, None), None, worker.ready):
+            self._replace(worker, now, _doing(crash.doing))
 
     def fault(self, worker: WorkerId, death: Death, detected_by: str, now: float) -> None:
         """A fault of a living worker: end it and go on without it."""
@@ -96,14 +109,14 @@ class Deaths:
             self.fault(w, Death("corrupt", None, None, message=text), "digest", now)
         return bool(wrong)
 
-    def _stops(self, worker: Worker, exited: msg.WorkerExited, ready: bool) -> bool:
+    def _stops(self, worker: Worker, death: Death, exited: msg.WorkerExited | None, ready: bool) -> bool:
         """Judge a death; true if it ended the run, its traceback shown first."""
-        death = _death(worker, exited)
         detected_by = "exception" if death.exception else "pidfd"
-        decision = self._decide(worker, death, detected_by, exited.detect_s, ready)
+        decision = self._decide(worker, death, detected_by, exited.detect_s if exited else 0.0, ready)
         if decision.action != "stop":
             return False
-        trace = (worker.crash.traceback if worker.crash else exited.tail).rstrip()
+        tail = exited.tail if exited else ""
+        trace = (worker.crash.traceback if worker.crash else tail).rstrip()
         text = trace if trace.endswith(decision.message) else f"{trace}\n{decision.message}".lstrip()
         self._office.end(decision.exit_code, text)
         return True
@@ -162,12 +175,15 @@ def _doing(progress: msg.Progress | None) -> Doing | None:
 
 def _death(worker: Worker, exited: msg.WorkerExited) -> Death:
     """How a worker ended, in the words of the report."""
-    crash = worker.crash
-    if crash is not None:
-        text = crash.traceback.strip().splitlines()[-1] if crash.traceback.strip() else crash.kind
-        return Death("exception", exited.exit_code, exited.signal, crash.kind, crash.where, text, crash.user)
+    if worker.crash is not None:
+        return _exception(worker.crash, exited.exit_code, exited.signal)
     if exited.signal is not None:
         return Death("signal", None, exited.signal, message=f"ended by signal {exited.signal}")
     return Death(
         "exit", exited.exit_code, None, message=f"exited with code {exited.exit_code} before the loop ended"
     )
+
+
+def _exception(crash: msg.Crashed, exit_code: int | None, signum: int | None) -> Death:
+    text = crash.traceback.strip().splitlines()[-1] if crash.traceback.strip() else crash.kind
+    return Death("exception", exit_code, signum, crash.kind, crash.where, text, crash.user)

@@ -86,6 +86,7 @@ class Job:
         self._deadlines = Deadlines(self._office, self._deaths)
         self._stopping = 0
         self._restoring: WorkerId | None = None
+        self._saves: dict[msg.SaveRequest, str | None] = {}
         self._blocks = settings.blocks
         self._rejoin_until: float | None = None
 
@@ -186,9 +187,10 @@ class Job:
         self._stopping = self._stopping or signum
         return self._go_on(now)
 
-    def saved(self, worker: WorkerId, path: str, step: int, reason: str, now: float) -> list[Action]:
+    def saved(self, worker: WorkerId, request: msg.SaveRequest, reason: str, now: float) -> list[Action]:
         """The answer to `PublishSave`."""
-        self._office.send(worker, msg.SaveAnswer(step, path, reason))
+        self._saves[request] = reason
+        self._office.send(worker, msg.SaveAnswer(request.step, request.path, reason))
         return self._go_on(now)
 
     def published(self, written: msg.CheckpointWritten, path: str, reason: str, now: float) -> list[Action]:
@@ -322,7 +324,13 @@ class Job:
         self._saving.failed(message, now)
 
     def _on_saverequest(self, worker: Worker, message: msg.SaveRequest, now: float) -> None:
-        if worker.id in self.membership.members:
+        if message in self._saves:  # said again after a seal; the answer may have been lost
+            known = self._saves[message]
+            if known is not None:
+                self._office.send(worker.id, msg.SaveAnswer(message.step, message.path, known))
+        elif worker.id in self.membership.members:
+            self._saves = {said: answer for said, answer in self._saves.items() if said.step >= message.step}
+            self._saves[message] = None
             self._office.want(PublishSave(worker.id, message))
         else:
             why = "this worker is not a member any more"
@@ -342,7 +350,9 @@ class Job:
         self._office.say(f"worker {worker.id} refused a connection from {message.peer}: {message.reason}")
 
     def _on_crashed(self, worker: Worker, message: msg.Crashed, now: float) -> None:
-        worker.crash = message
+        if worker.crash is None:
+            worker.crash = message
+            self._deaths.crashed(worker, message, now)
 
     # ── going on ────────────────────────────────────────────────────────────────────────────────────
 

@@ -194,7 +194,9 @@ class Office:
 
     def _row(self, worker: Worker) -> msg.PsRow:
         progress, current = worker.progress, self.membership.current
-        if worker.leaving:
+        if worker.stopped:
+            state = "dead"
+        elif worker.leaving:
             state = "leaving"
         elif worker.id in self.membership.members:
             state = "active" if self.membership.peers[worker.id].healed else "joining"

@@ -40,6 +40,7 @@ class Worker:
     last_record: Record | None = None
     last_digest: str = ""
     crash: msg.Crashed | None = None
+    crashed_at: float | None = None
     progress: msg.Progress | None = None
 
 
@@ -79,7 +80,7 @@ class Staff:
     @property
     def target(self) -> int:
         """How many members the job is to have: all but those that are through, or in their script's tail."""
-        in_tail = sum(w.released and not w.leaving for w in self.workers.values())
+        in_tail = sum(w.released and not (w.leaving or w.stopped) for w in self.workers.values())
         return self.size - len(self.done) - in_tail
 
     def vacancies(self, standbys: bool) -> Iterator[Vacancy]:
@@ -90,7 +91,7 @@ class Staff:
             staying = [worker for worker in self.on(node.name) if not (worker.leaving or worker.stopped)]
             done = {slot for name, slot in self.done if name == node.name}
             wanted = node.workers - len(done) + (node.standby if standbys and not self.done else 0)
-            taken = {worker.slot for worker in self.on(node.name)} | done
+            taken = {worker.slot for worker in self.on(node.name) if not worker.stopped} | done
             free = (slot for slot in range(wanted + len(taken) + 1) if slot not in taken)
             for _ in range(wanted - len(staying)):
                 yield Vacancy(node.name, next(free))

@@ -19,6 +19,17 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Base of every control message; the type's name is its tag on the wire."""
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """One worker's row of `perdure ps`, from its shared progress page."""
+
+    worker: WorkerId
+    pid: int
+    phase: str
+    step: int
+    micro_batch: int
+    samples: int
+
+
 # ── worker → coordinator ────────────────────────────────────────────────────────────────────────────
 
 
@@ -185,7 +196,8 @@ class Crashed(Message, frozen=True):
     """The script raised (or exited non-zero): said before the process ends.
 
     `kind` is the exception type's qualified name, `where` the innermost line of the user's own code, as
-    file:line; `user` is set for what a restart cannot mend: wrong use of perdure, a syntax error.
+    file:line; `user` is set for what a restart cannot mend: wrong use of perdure, a syntax error; `doing` is
+    what the worker's progress page says.
     """
 
     kind: str
@@ -193,6 +205,7 @@ class Crashed(Message, frozen=True):
     traceback: str
     exit_code: int
     user: bool = False
+    doing: Progress | None = None
 
 
 WorkerMessage = (
@@ -319,17 +332,6 @@ class WorkerStarted(Message, frozen=True):
 
     worker: WorkerId
     pid: int
-
-
-class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's row of `perdure ps`, from its shared progress page."""
-
-    worker: WorkerId
-    pid: int
-    phase: str
-    step: int
-    micro_batch: int
-    samples: int
 
 
 class WorkerExited(Message, frozen=True):

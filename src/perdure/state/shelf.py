@@ -179,7 +179,7 @@ def publish(partial: Path, final: Path) -> None:
     if final.exists():
         _exchange(partial, final)
         sync_directory(final.parent)
-        shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
     else:
         os.rename(partial, final)
         sync_directory(final.parent)

@@ -27,7 +27,7 @@ from typing import Final, NoReturn
 import perdure
 from perdure.schema.errors import PerdureError, UsageError
 from perdure.schema.ids import WorkerId
-from perdure.schema.messages import Crashed, Fork, WorkerMessage
+from perdure.schema.messages import Crashed, Fork, Progress, WorkerMessage
 from perdure.schema.wire import encode
 from perdure.worker.progress import ProgressPage
 
@@ -57,6 +57,14 @@ class Context:
         data = encode(message)
         with self._lock:
             self.control.sendall(data)
+
+    def doing(self) -> Progress | None:
+        """What the progress page says."""
+        now = self.progress.read()
+        if now is None:
+            return None
+        phase = now.phase.name.lower()
+        return Progress(self.worker, os.getpid(), phase, now.step, now.micro_batch, now.samples)
 
     def last_words(self, message: WorkerMessage) -> None:
         """Send from a script that is ending: never raises, and waits for no thread for long."""
@@ -204,6 +212,7 @@ def crash(error: BaseException, exit_code: int) -> Crashed:
         traceback=_printable(text),
         exit_code=exit_code,
         user=isinstance(error, UsageError | SyntaxError),
+        doing=CONTEXT.doing() if CONTEXT is not None else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from perdure.schema.progress import PAGE_BYTES, RECORD, Phase
+from perdure.schema.progress import PAGE_BYTES, RECORD, Phase, Snapshot, read
 
 
 class ProgressPage:
@@ -22,3 +22,8 @@ class ProgressPage:
         """What the main thread does from now on; `samples` counts all that it has computed so far."""
         self._counter = counter = self._counter + 1
         RECORD.pack_into(self._page, 0, counter, phase, step, micro_batch, samples, counter)
+
+    def read(self) -> Snapshot | None:
+        """What was written last."""
+        with memoryview(self._page) as page:
+            return read(page)

@@ -17,7 +17,7 @@ from perdure.schema import messages as msg
 from perdure.schema.errors import PerdureError
 from perdure.state import checkpoint
 from perdure.state.capture import Snapshot, touched_slab
-from perdure.state.shelf import Meta, Shelf, aside
+from perdure.state.shelf import Meta, Shelf, aside, read_manifest
 from perdure.worker import defect
 from perdure.worker.runtime import Runtime
 
@@ -80,7 +80,8 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             copy = self._training.snapshot()
-            checkpoint.write(copy, partial, self.meta(step, copy.digest()))
+            meta = self.meta(step, copy.digest())
+            checkpoint.write(copy, partial, meta)
         except OSError as error:
             return str(error)
         runtime, inbox, asked = self._runtime, self._runtime.inbox, -1
@@ -90,7 +91,7 @@ class Saver:
                 if inbox.saves:
                     return inbox.saves.pop().reason
                 seals = runtime.seals
-            if asked >= 0 and not partial.exists():
+            if asked >= 0 and not _holds(partial, meta):
                 return ""  # an earlier coordinator put it in place, and died before it said so
             asked = seals
             self._send(msg.SaveRequest(step, str(partial), str(target)))
@@ -107,3 +108,10 @@ class Saver:
             return
         seconds = time.monotonic() - started
         self._send(msg.CheckpointWritten(step, digest, str(partial), copy.total_bytes, seconds))
+
+
+def _holds(path: Path, meta: Meta) -> bool:
+    try:
+        return read_manifest(path).meta == meta
+    except ValueError:
+        return False
