@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,10 +15,15 @@ from typing import Self
 import psutil
 from settings import WORKERS, Workload
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
 PYTHON = Path(sys.executable)
-SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent.parent / "examples")}
+SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY / "examples")}
 """The environment that every arm gets on top of the driver's."""
+
+
+commands: list[str] = []
+"""Every command that was started, as it could be typed; the names of temporary files left out."""
 
 
 class Started:
@@ -31,6 +37,7 @@ class Started:
         words = [str(word) for word in command]
         self.command = shlex.join([*(f"{name}={value}" for name, value in settings.items()), *words])
         print(f"$ {self.command}", flush=True)
+        commands.append(re.sub(r"\S*/perdure-bench-\w+/", "DIR/", self.command).replace(f"{REPOSITORY}/", ""))
         with open(log, "wb") as output:
             self.process = subprocess.Popen(
                 words,
