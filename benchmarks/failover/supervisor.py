@@ -1,6 +1,6 @@
 """Runs a command so many times at once, each with its number as the last argument; starts again what ends.
 
-    python supervisor.py 4 COMMAND ARGS...
+python supervisor.py 4 COMMAND ARGS...
 """
 
 from __future__ import annotations

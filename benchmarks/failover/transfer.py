@@ -1,6 +1,6 @@
 """A bare point-to-point transfer: one process sends, another receives, over one TCP connection on loopback.
 
-    python transfer.py BYTES      prints the receiver's bytes per second
+python transfer.py BYTES      prints the receiver's bytes per second
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_the_binder_dies_and_comes_back_while_the_other_nodes_workers_live_on(no
     assert len(living) == 2
     assert living <= {row.pid for row in again.active()}
     opened = [event["generation"] for event in again.events("generation_opened")]
-    assert [generation.split(".")[0] for generation in opened][0::len(opened) - 1] == ["1", "2"]
+    assert [generation.split(".")[0] for generation in opened][0 :: len(opened) - 1] == ["1", "2"]
     assert len(opened) == len(set(opened))
     nodes.finish(again, second)
 
