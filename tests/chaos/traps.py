@@ -14,6 +14,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from tasks import Parts, Task
 BUCKET_BYTES = 16 << 10
 CHUNK_BYTES = 8 << 10
 GATE_S = 30.0
+HEADERS_S = 2.0
 
 
 class Traps:
@@ -55,6 +57,12 @@ class Traps:
         (directory / f"worker-{_me()}.pid").write_text(str(os.getpid()))
         self._spent: set[str] = set()
         self._comings: Counter[str] = Counter()
+
+    def wants(self, moment: Moment) -> bool:
+        """Whether some fault of that moment has not struck yet, as far as is known here."""
+        return any(
+            fault.moment is moment and fault.name not in self._spent for fault in self._scenario.faults
+        )
 
     def at(self, moment: Moment, step: int | None) -> None:
         """The calling thread has come to `moment` in `step`: a fault that fits strikes here and now."""
@@ -132,7 +140,7 @@ class Traps:
         threading.Event().wait()  # the signal is on its way: nothing more is done here
 
     def _strike_others(self, fault: Fault, own: Strike) -> None:
-        """Kill those that are to die in the same instant: other donors with a donor, joiners with a joiner."""
+        """Kill those that are to die in the same instant: with a donor donors, with a joiner joiners."""
         now = self.runtime
         plan = now.plan if now is not None else None
         if not fault.also or plan is None or own.rank is None:
@@ -283,8 +291,11 @@ def _reduction(traps: Traps) -> None:
             return
         posted[id(attempt)] += 1
         folds = sum(fold is not None for fold in attempt.folds)
-        if posted[id(attempt)] in (2, folds * (len(attempt.exchange.ranks) - 1)):
-            _flush(attempt.transport)  # one peer has a finished shard, or all of them, another has not
+        last = posted[id(attempt)] == folds * (len(attempt.exchange.ranks) - 1)
+        if last and traps.wants(Moment.GATHER):
+            _await_headers(reducer, attempt)  # all but one peer have the whole gradient now, and know it
+        if last or posted[id(attempt)] == 2:
+            _flush(attempt.transport)  # what went to the peers before this one is on its way
             traps.at(Moment.GATHER, attempt.step)
 
     _before(Reducer, "_post", post)
@@ -300,6 +311,15 @@ def _reduction(traps: Traps) -> None:
         tell_all(transport, me, others[1:], body)
 
     runtime.tell_all = tell_all_trapped
+
+
+def _await_headers(reducer: Reducer, attempt: Attempt) -> None:
+    """Hold a post back until every member's header of the round is here, this worker's own too."""
+    member, lock = reducer._member, reducer._lock
+    deadline = time.monotonic() + HEADERS_S
+    with threading.Condition(lock) as nobody_rings:
+        while not set(member.round.headers) >= set(attempt.exchange.ranks) and time.monotonic() < deadline:
+            nobody_rings.wait(0.002)
 
 
 def _recovery(traps: Traps) -> None:
