@@ -202,6 +202,7 @@ BAD = [
     (("nodes = 4", "nodes = -4"), [], "cluster.nodes: found -4"),
     (("nodes = 4", "nodes = 4\nfruit = 1"), [], "cluster.fruit: unknown key"),
     (("A100-80GB", "A1000"), [], "unknown GPU kind 'A1000'"),
+    ((RATE, "mtbf_hours_per_node = 1e-6"), [], "cluster.mtbf_hours_per_node: 1e-06 h make 2.9e+08 events"),
     ((RATE, "mtbf_hours_per_node = inf"), [], "not a finite number"),
     (("min = 8, max = 16, step = 8", "min = 800, max = 1600, step = 8"), [], "fit nowhere"),
     (("hidden = 1024, heads = 16", "hidden = 65536, heads = 16"), [], "no layout fits the memory"),

@@ -151,3 +151,20 @@ def test_a_slow_node_slows_its_whole_job() -> None:
     result = run("megatron", [plain_job(4)], 4, slow, 2000.0, {"save_every_s": 1e9})
     assert result.jobs["job"].steps == pytest.approx(100 + 1000 / 15)
     assert result.gpu_seconds["degraded"] == pytest.approx(4 * 1000 * (1 - 1 / 1.5))
+
+
+@pytest.mark.parametrize("policy", ["unicron", "perdure"])
+@pytest.mark.parametrize("seed", range(8))
+def test_when_all_is_quiet_again_the_whole_plan_runs(policy: str, seed: int) -> None:
+    """All nodes are back long before the end: every job runs on all that it holds, nobody waits to join."""
+    happenings, absent = storm(seed, 8)
+    result = run(policy, jobs("modelled"), 8, happenings, SPAN_S + 50_000, absent=absent)
+    last = {line["job"]: line for line in result.log if line["event"] == "job_state"}
+    pool = [line for line in result.log if line["event"] == "pool_state"][-1]
+    assert pool["down"] == pool["returning"] == 0
+    assert sum(line["nodes"] for line in last.values()) + pool["free"] == 8
+    for line in last.values():
+        if line["nodes"]:
+            assert line["state"] in ("run", "recompute", "checkpoint")
+            assert not line.get("joining")
+            assert line.get("slowdown", 1) == 1

@@ -113,3 +113,32 @@ def test_all_nodes_leaving_stops_the_job_with_its_state_saved() -> None:
     assert decision is not None
     assert decision.layout is None
     assert decision.save_first
+
+
+def test_faults_while_others_join_leave_nobody_behind() -> None:
+    """Five workers die within seconds of each other, a node joins, errors come in between: all are back in
+    the end.
+    """
+    work = modelled_job(8)
+    burst = [Happening(1000.0 + 3 * n, Kind.FAULT, n, 2, Method.EXCEPTION) for n in range(5)]
+    burst += [Happening(1007.0, Kind.FAULT, 6, 3, Method.EXCEPTION), Happening(1010.0, Kind.ADD, 7)]
+    burst += [Happening(1013.0, Kind.FAULT, 5, 3, Method.EXCEPTION)]
+    result = run("perdure", [work], 8, burst, 3000.0, SETTINGS, absent=frozenset({7}))
+    last = [line for line in result.log if line["event"] == "job_state"][-1]
+    assert last["state"] == "run"
+    assert last["nodes"] == 8
+    assert last["step_s"] == pytest.approx(work.ideal_step_s(8))
+    assert not last["joining"]
+
+
+def test_when_every_replica_has_lost_a_worker_state_comes_from_memory() -> None:
+    work = modelled_job(2)
+    policy = make("perdure", SETTINGS)
+    layout = policy.begin(work, (0, 1))
+    fault = Fault(2, Method.EXCEPTION, (0,), 0.5)
+    first = policy.decide(work, View(layout, (0, 1), 2), fault)
+    assert first is not None
+    assert first.lost is Lost.SHARE
+    second = policy.decide(work, View(first.layout, (0, 1), 2), fault)
+    assert second is not None
+    assert second.lost is Lost.MEMORY

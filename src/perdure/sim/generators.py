@@ -23,6 +23,8 @@ from perdure.sim.happenings import METHODS, Happening, Kind, Trace
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 HOUR_S = 3600.0
+EVENTS_MAX = 5_000_000
+"""Events of one kind beyond which a trace is refused; a run takes some 30 µs for each."""
 FAULTS_MAX = 5_000_000
 """A trace of more is refused: it takes gigabytes, and a cluster that fails so often does nothing else."""
 
@@ -31,6 +33,7 @@ def generate(cluster: Cluster, days: float, seed: int) -> Trace:
     """Everything that happens to the cluster's nodes and spares in `days`. One seed, one trace."""
     span_s = days * 86_400.0
     nodes = cluster.nodes + cluster.spares
+    _check_count(cluster, nodes, span_s)
     happenings = [
         *faults(cluster, nodes, span_s, _stream(seed, 1)),
         *preemptions(cluster, nodes, span_s, _stream(seed, 2)),
@@ -40,6 +43,23 @@ def generate(cluster: Cluster, days: float, seed: int) -> Trace:
     happenings.extend(late)
     happenings.sort(key=lambda event: event.time_s)
     return Trace(tuple(happenings), absent)
+
+
+def _check_count(cluster: Cluster, nodes: int, span_s: float) -> None:
+    """Refuse rates that would take for ever. Raises `UsageError`."""
+    means = {
+        "cluster.mtbf_hours_per_node": cluster.mtbf_hours_per_node,
+        "cluster.preemption.mean_hours_per_node": cluster.preemption
+        and cluster.preemption.mean_hours_per_node,
+        "cluster.degradation.mean_hours_per_node": (
+            cluster.degradation and cluster.degradation.mean_hours_per_node
+        ),
+    }
+    for key, hours in means.items():
+        expected = nodes * span_s / (hours * HOUR_S) if hours else 0.0
+        if expected > EVENTS_MAX:
+            made = f"{hours:.3g} h make {expected:.2g} events in {span_s / 86_400:g} days"
+            raise UsageError(f"{key}: {made}, expected at most {EVENTS_MAX:.0g}: fewer days or rarer events")
 
 
 def _stream(seed: int, purpose: int) -> np.random.Generator:

@@ -277,7 +277,7 @@ class JobRun:
         self.settle(now)
         progress = self.progress
         progress.roll_back(decision.lost, decision.share, self.saving.memory_steps)
-        unchanged = not fault and self.running and decision.layout is self.layout and not decision.stages
+        unchanged = not fault and self.running and decision.layout == self.layout and not decision.stages
         later = decision.later
         self._later_token += 1
         self.later = later

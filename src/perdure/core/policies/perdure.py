@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
@@ -47,6 +47,7 @@ from perdure.core.policies.base import (
 )
 from perdure.core.policies.common import Settings, layout_of, plain_layout
 from perdure.core.policies.work import Workload
+from perdure.core.throughput import Layout as Setting
 
 HANG = 3.0
 """A worker that makes no progress for so many mean steps is dead."""
@@ -87,12 +88,10 @@ class Perdure:
         return self.layout(work, len(nodes))
 
     def layout(self, work: Workload, nodes: int) -> Layout | None:
-        """The best parallel setting on `nodes` nodes; its `detail` is how replicas are cut, if that is
-        known.
-        """
+        """The best parallel setting on `nodes` nodes; None if the job cannot run there."""
         if work.name in self.settings.measured:
-            return self.settings.measured_layout(work, nodes)
-        return plain_layout(work, nodes, work.setting(nodes))
+            return self.settings.measured_layout(work, nodes, Cut(None))
+        return plain_layout(work, nodes, Cut(work.setting(nodes)))
 
     def onto(
         self, work: Workload, before: Layout, nodes: int, running_s: float
@@ -103,13 +102,13 @@ class Perdure:
         is dealt out anew everybody waits: it is taken if it gets more done in `running_s`, the expected time
         until the next loss.
         """
-        best, old = self.layout(work, nodes), before.detail
+        best = self.layout(work, nodes)
         if best is None:
             return None, ()
-        new = best.detail
+        old, new = before.detail.setting, best.detail.setting
         if old is None or new is None or (old.tensor, old.pipeline) == (new.tensor, new.pipeline):
             return best, ()
-        move_s = work.state_bytes / min(before.nodes, nodes) / work.node_bytes_s
+        move_s = work.state_bytes / max(1, min(before.nodes, nodes)) / work.node_bytes_s
         stages = (Stage("cut anew", self.settings.recut_s), Stage("move state", move_s))
         kept = work.cut_setting(nodes, old.tensor, old.pipeline)
         if kept is None or not math.isfinite(running_s):
@@ -118,12 +117,12 @@ class Perdure:
         if running_s / kept.step_s < (running_s - stall_s) / best.speed.step_s:
             return best, stages
         gpus = kept.tensor * kept.pipeline * kept.data
-        return layout_of(work, nodes, gpus, best.speed.step_s, kept.step_s, kept), ()
+        return layout_of(work, nodes, gpus, best.speed.step_s, kept.step_s, Cut(kept)), ()
 
     def decide(self, work: Workload, view: View, event: Event) -> Decision | None:
         match event:
             case Fault(severity=3):
-                return self._again(view, event)
+                return self._again(work, view, event)
             case Fault():
                 return self._heal(work, view, event)
             case Leaving(nodes=nodes):
@@ -153,60 +152,41 @@ class Perdure:
         }
         return known.get(fault.method, HANG * step_s)
 
-    def _again(self, view: View, fault: Fault) -> Decision:
-        """SEV3: the same members in a new generation, every leaf kept."""
-        if view.layout is None:
+    def _again(self, work: Workload, view: View, fault: Fault) -> Decision:
+        """SEV3: the same members in a new generation, every leaf kept; who was joining goes on joining."""
+        before = view.layout
+        if before is None:
             return Decision(None, "waits for nodes")
-        regroup = Stage("regroup", self.settings.regroup_s)
-        detect_s = self.detect_s(fault, view.layout.speed.step_s)
-        return Decision(view.layout, "regroups in place", detect_s, (regroup,))
+        detect_s = self.detect_s(fault, before.speed.step_s)
+        plan = self._carry_on(work, view, before.nodes, before.detail.missing, ())
+        stages = (Stage("regroup", self.settings.regroup_s), *plan.stages)
+        return Decision(plan.layout, "regroups in place", detect_s, stages, later=plan.later)
 
     def _heal(self, work: Workload, view: View, fault: Fault) -> Decision:
         """SEV2 and SEV1: go on without the lost worker or nodes; replacements join in the background."""
-        before = view.layout
+        before, give = view.layout, view.give
         if before is None:
             return self._switch(work, view, ()) or Decision(None, "waits for nodes")
         detect_s = self.detect_s(fault, before.speed.step_s)
-        cut = before.detail
-        replicas = before.nodes if cut is None else cut.data
-        spans = 1 if cut is None else max(1, cut.tensor * cut.pipeline / work.gpus_per_node)
-        gone = 1 if fault.severity == 2 else math.ceil(len(fault.nodes) / spans)
-        if gone >= replicas:
+        missing, in_use = before.detail.missing, before.nodes - len(give)
+        live = replicas(before) - missing
+        gone = 1 if fault.severity == 2 else math.ceil(len(fault.nodes) / spans(work, before))
+        if gone >= live:
             return self._restore(work, view, fault, detect_s)
         if fault.severity == 2:
-            return self._heal_worker(work, before, detect_s, gone / replicas)
-        return self._heal_nodes(work, view, before, detect_s, gone / replicas)
-
-    def _heal_worker(self, work: Workload, before: Layout, detect_s: float, share: float) -> Decision:
-        """One replica less until the worker's replacement on its node has the state."""
-        stages = (Stage("regroup", self.settings.regroup_s),)
-        less = one_less(work, before)
-        later = Later(self._ready_s(work, before), before)
-        reason = "the others go on; the worker's replacement joins at a boundary"
-        return Decision(less, reason, detect_s, stages, Lost.SHARE, share, later=later)
-
-    def _heal_nodes(
-        self, work: Workload, view: View, before: Layout, detect_s: float, share: float
-    ) -> Decision:
-        """Fewer nodes at once; those that were dealt in their place join when they have the state."""
-        take, give = tuple(view.free), view.give
-        nodes = len(view.held) - len(give)
-        regroup = Stage("regroup", self.settings.regroup_s)
+            missing += 1
+            reason = "the others go on; the worker's replacement joins at a boundary"
+        else:
+            in_use -= len(fault.nodes)
+            reason = f"goes on with {in_use} nodes"
+        plan = self._carry_on(work, view, in_use, missing, give)
         decision = Decision(
-            None, f"{nodes} nodes are too few", detect_s, (regroup,), Lost.SHARE, share, take, give
+            plan.layout, reason, detect_s, (), Lost.SHARE, gone / live, tuple(view.free), give
         )
-        ready_s = self._ready_s(work, before)
-        layout, stages = self.onto(work, before, nodes, ready_s if take else view.running_s)
-        if layout is None:  # it cannot run before the replacements are there
-            full, stages = self.onto(work, before, nodes + len(take), view.running_s)
-            waits = (regroup, Stage("start and join", ready_s), *stages) if full else ()
-            return replace(decision, layout=full, reason="waits for standbys", stages=waits)
-        reason = f"goes on with {nodes} nodes"
-        decision = replace(decision, layout=layout, reason=reason, stages=(regroup, *stages))
-        full, stages = self.onto(work, layout, nodes + len(take), view.running_s) if take else (None, ())
-        if full is None:
-            return decision
-        return replace(decision, reason=f"{reason}, {len(take)} join", later=Later(ready_s, full, stages))
+        if plan.layout is None:
+            return replace(decision, reason="too few nodes are left")
+        stages = (Stage("regroup", self.settings.regroup_s), *plan.stages)
+        return replace(decision, stages=stages, later=plan.later)
 
     def _restore(self, work: Workload, view: View, fault: Fault, detect_s: float) -> Decision:
         """No live replica: host memory if one node was lost (another has its copy), else the checkpoint."""
@@ -239,33 +219,12 @@ class Perdure:
             load = Stage("load", read_bytes=work.state_bytes)
             first = (Stage("start", self.settings.start_s), load)
             return Decision(layout, "starts", stages=first, take=take, release=give)
-        layout, stages = self.onto(work, before, nodes, view.running_s)
-        if layout is None:
+        plan = self._carry_on(work, view, before.nodes - len(give), before.detail.missing, give)
+        if plan.layout is None:
             reason = f"{nodes} nodes are too few"
             return Decision(None, reason, take=take, release=give, save_first=True)
         reason = f"switches to {nodes} nodes at a boundary"
-        if not take:
-            return Decision(layout, reason, stages=stages, release=give)
-        return self._join(work, view, nodes, give, reason)
-
-    def _join(
-        self, work: Workload, view: View, nodes: int, give: tuple[int, ...], reason: str
-    ) -> Decision | None:
-        """Nodes of `view.free` join; until they are ready the job goes on, on what `give` leaves it."""
-        before, take = view.layout, tuple(view.free)
-        assert before is not None  # a job that does not run starts instead
-        ready_s = self._ready_s(work, before)
-        meanwhile, first = (
-            self.onto(work, before, len(view.held) - len(give), ready_s) if give else (before, ())
-        )
-        after, stages = self.onto(work, meanwhile or before, nodes, view.running_s)
-        if after is None:
-            return None
-        if meanwhile is None:
-            waits = (Stage("start and join", ready_s), *stages)
-            return Decision(after, reason, stages=waits, take=take, release=give)
-        later = Later(ready_s, after, stages)
-        return Decision(meanwhile, reason, stages=first, take=take, release=give, later=later)
+        return Decision(plan.layout, reason, stages=plan.stages, take=take, release=give, later=plan.later)
 
     def _leave_out(self, work: Workload, view: View, event: Slowed) -> Decision | None:
         """A slow node: replaced by a free one, or left out if the job is faster without it."""
@@ -273,36 +232,89 @@ class Perdure:
         if before is None:
             return None
         nodes = len(view.held) - 1 + len(view.free)
-        layout, stages = self.onto(work, before, nodes, view.running_s)
+        layout, _ = self.onto(work, before, nodes, view.running_s)
         if layout is None or layout.speed.step_s >= before.speed.step_s * event.factor:
             return None
+        give = (event.node,)
+        plan = self._carry_on(work, view, before.nodes - 1, before.detail.missing, give)
         reason = f"node {event.node} is {event.factor:.1f} × slow: goes on without it"
-        if view.free:
-            return self._join(work, view, nodes, (event.node,), reason)
-        return Decision(layout, reason, stages=stages, release=(event.node,))
+        return Decision(
+            plan.layout,
+            reason,
+            stages=plan.stages,
+            take=tuple(view.free),
+            release=give,
+            later=plan.later,
+        )
 
-    def _ready_s(self, work: Workload, layout: Layout) -> float:
-        """Until a new process has started and has its node's share of one replica from live replicas."""
-        cut = layout.detail
-        spans = 1 if cut is None else max(1, math.ceil(cut.tensor * cut.pipeline / work.gpus_per_node))
-        return self.settings.start_s + work.state_bytes / spans / work.node_bytes_s
+    def _carry_on(
+        self, work: Workload, view: View, in_use: int, missing: int, give: tuple[int, ...]
+    ) -> CarryOn:
+        """Run on the `in_use` nodes that are ready, `missing` replicas short, while the rest gets ready.
+
+        Getting ready are processes that replace dead ones, and nodes that the job holds or takes but does not
+        use yet. A further fault meanwhile starts that anew.
+        """
+        before = view.layout
+        assert before is not None  # a job that does not run starts instead
+        target = len(view.held) + len(view.free) - len(give)
+        joins = missing > 0 or target > in_use
+        ready_s = self.settings.start_s + work.state_bytes / spans(work, before) / work.node_bytes_s
+        layout, stages = self.onto(work, before, in_use, ready_s if joins else view.running_s)
+        if layout is not None and not joins:
+            return CarryOn(layout, stages, None)
+        after, more = self.onto(work, layout or before, target, view.running_s)
+        if layout is None:  # it cannot run before the others are there
+            return CarryOn(after, (Stage("start and join", ready_s), *more) if after else (), None)
+        later = None if after is None else Later(ready_s, after, more)
+        return CarryOn(short_of(work, layout, missing), stages, later)
 
 
-def one_less(work: Workload, before: Layout) -> Layout:
-    """`before` with one replica less on the same nodes: the others compute its micro-batches too.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How replicas are cut (None where only the speed is known) and how many lack a worker."""
+
+    setting: Setting | None
+    missing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CarryOn:
+    """What runs now, for what all wait before it, and what follows when the others are ready."""
+
+    layout: Layout | None
+    stages: tuple[Stage, ...]
+    later: Later | None
+
+
+def replicas(layout: Layout) -> int:
+    """Copies of the model; a node each where the cut is not known."""
+    setting = layout.detail.setting
+    return max(1, layout.nodes) if setting is None else int(setting.data)
+
+
+def spans(work: Workload, layout: Layout) -> float:
+    """Nodes of one replica, 1 at least."""
+    setting = layout.detail.setting
+    return 1.0 if setting is None else max(1.0, setting.tensor * setting.pipeline / work.gpus_per_node)
+
+
+def short_of(work: Workload, whole: Layout, missing: int) -> Layout:
+    """`whole` with `missing` replicas less on the same nodes: the others compute their micro-batches too.
 
     With m micro-batches a replica and p stages a step takes (m + p − 1) times a stage's time; m grows to
-    ceil(B / ((d − 1)·micro-batch)). Where the cut is not known the work is spread over one node less.
+    ceil(B / ((d − missing)·micro-batch)). Where the cut is not known the work is spread evenly.
     """
-    cut, now = before.detail, before.speed
-    if cut is None:
-        gpus = now.gpus - work.gpus_per_node
-        return replace(
-            before, speed=speed(gpus, now.step_s * now.gpus / gpus, 0.0, now.step_s * now.gpus / gpus)
-        )
-    share = [math.ceil(work.batch / (data * cut.micro_batch)) for data in (cut.data, cut.data - 1)]
-    slower = (share[1] + cut.pipeline - 1) / (share[0] + cut.pipeline - 1)
-    gpus = now.gpus - cut.tensor * cut.pipeline
+    if missing == 0:
+        return whole
+    setting, now, count = whole.detail.setting, whole.speed, replicas(whole)
+    live = max(1, count - missing)
+    gpus = max(1, now.gpus * live // count)
+    slower = count / live
+    if setting is not None:
+        share = [math.ceil(work.batch / (data * setting.micro_batch)) for data in (count, live)]
+        slower = (share[1] + setting.pipeline - 1) / (share[0] + setting.pipeline - 1)
     step_s = now.step_s * slower
     fair_s = min(step_s, now.step_s * now.gpus / gpus)
-    return replace(before, speed=speed(gpus, fair_s, fair_s, step_s))
+    detail = replace(whole.detail, missing=missing)
+    return replace(whole, speed=speed(gpus, fair_s, fair_s, step_s), detail=detail)

@@ -116,11 +116,11 @@ class Workload:
 
     def ideal_step_s(self, nodes: int) -> float:
         """The shortest step known on `nodes` nodes; infinite where the job cannot run."""
-        return self.curve.step_s(nodes)
+        return self.curve.step_s(nodes) if nodes > 0 else math.inf
 
     def used(self, nodes: int) -> int:
         """The GPUs that the fastest setting on `nodes` nodes uses; 0 where the job cannot run."""
-        return int(self.curve.gpus[min(nodes, self.curve.nodes_max)])
+        return int(self.curve.gpus[min(nodes, self.curve.nodes_max)]) if nodes > 0 else 0
 
     def setting(self, nodes: int) -> Layout | None:
         """The parallel setting behind `ideal_step_s`; None if it is not known."""
