@@ -143,9 +143,8 @@ def tight_corners() -> Iterator[Run]:
     for moment in (Moment.GATHER, Moment.LEAVING, Moment.OPTIMIZER):
         yield _corner(f"{moment.name}-two-on-the-last-step", moment, target=last, also=1)
     for also in range(3):
-        yield _corner(
-            f"GATHER-last-shard-and-{also}", Moment.GATHER, target=Target(since=1), nth=2, also=also
-        )
+        last_piece = f"GATHER-of-the-last-piece-and-{also}-more"
+        yield _corner(last_piece, Moment.GATHER, target=Target(since=1), nth=2, also=also)
     for nth, where in ((2, "waiting to be released"), (3, "in the script's tail")):
         for manner in (Manner.KILL, Manner.RAISE):
             yield _corner(f"AFTER_LAST-{where}-{manner}", Moment.AFTER_LAST, manner=manner, nth=nth)

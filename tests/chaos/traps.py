@@ -14,7 +14,6 @@ import functools
 import os
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,14 +37,12 @@ from perdure.worker.groups import Groups
 from perdure.worker.loader import Loader
 from perdure.worker.reduce import RESULT, Attempt, Reducer, tell_all
 from perdure.worker.runtime import Runtime
-from perdure.worker.transport import Bulk
 from scenario import Scenario, Strike, strikes
 from tasks import Parts, Task
 
 BUCKET_BYTES = 16 << 10
 CHUNK_BYTES = 8 << 10
 GATE_S = 30.0
-HEADERS_S = 2.0
 
 
 class Traps:
@@ -284,21 +281,7 @@ def _reduction(traps: Traps) -> None:
 
     Reducer.early, Reducer._on_thread = early_trapped, on_thread_trapped  # type: ignore[method-assign]
     _before(Fold, "finish", lambda *_: traps.at(Moment.FOLD, traps.step))
-    posted: Counter[int] = Counter()
-
-    def post(reducer: Reducer, attempt: Attempt, worker: WorkerId, header: Bulk, _: Any) -> None:
-        if header.kind != RESULT:
-            return
-        posted[id(attempt)] += 1
-        folds = sum(fold is not None for fold in attempt.folds)
-        last = posted[id(attempt)] == folds * (len(attempt.exchange.ranks) - 1)
-        if last and traps.wants(Moment.GATHER):
-            _await_headers(reducer, attempt)  # all but one peer have the whole gradient now, and know it
-        if last or posted[id(attempt)] == 2:
-            _flush(attempt.transport)  # what went to the peers before this one is on its way
-            traps.at(Moment.GATHER, attempt.step)
-
-    _before(Reducer, "_post", post)
+    Reducer._post = _gather(traps)  # type: ignore[method-assign]
 
     def tell_all_trapped(transport: Any, me: WorkerId, ranks: Sequence[WorkerId], body: PeerMessage) -> None:
         if not isinstance(body, Hold):
@@ -313,13 +296,37 @@ def _reduction(traps: Traps) -> None:
     runtime.tell_all = tell_all_trapped
 
 
-def _await_headers(reducer: Reducer, attempt: Attempt) -> None:
-    """Hold a post back until every member's header of the round is here, this worker's own too."""
-    member, lock = reducer._member, reducer._lock
-    deadline = time.monotonic() + HEADERS_S
-    with threading.Condition(lock) as nobody_rings:
-        while not set(member.round.headers) >= set(attempt.exchange.ranks) and time.monotonic() < deadline:
-            nobody_rings.wait(0.002)
+def _gather(traps: Traps) -> Callable[..., None]:
+    """A worker comes to it before its second finished piece goes out, and before its last.
+
+    The last one waits until every member has sent its header: the others then have all that they need, but
+    one. What waits is the piece, not the transport's thread, on which the headers come in.
+    """
+    post = Reducer._post
+    posted: Counter[int] = Counter()
+
+    def post_last(reducer: Reducer, attempt: Attempt, *payload: Any) -> None:
+        headers = set(reducer._member.round.headers)
+        if reducer._attempt is attempt and not headers >= set(attempt.exchange.ranks):
+            attempt.transport.submit(lambda: post_last(reducer, attempt, *payload))  # type: ignore[union-attr]
+            return
+        _flush(attempt.transport)
+        traps.at(Moment.GATHER, attempt.step)
+        post(reducer, attempt, *payload)
+
+    def post_trapped(reducer: Reducer, attempt: Attempt, *payload: Any) -> None:
+        if payload[1].kind == RESULT and traps.wants(Moment.GATHER):
+            posted[id(attempt)] += 1
+            folds = sum(fold is not None for fold in attempt.folds)
+            if posted[id(attempt)] == folds * (len(attempt.exchange.ranks) - 1):
+                post_last(reducer, attempt, *payload)
+                return
+            if posted[id(attempt)] == 2:
+                _flush(attempt.transport)  # one peer has a finished piece, the others have not
+                traps.at(Moment.GATHER, attempt.step)
+        post(reducer, attempt, *payload)
+
+    return post_trapped
 
 
 def _recovery(traps: Traps) -> None:
