@@ -24,7 +24,7 @@ PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=300 -o faulthandler_ex
 CODE := src tests examples benchmarks
 BENCHMARKS := $(patsubst %,benchmarks/%.py,allocation mesh)
 
-.PHONY: help setup demo test lint soak bench device-check docs-check
+.PHONY: help setup demo test lint soak bench reproduction device-check docs-check
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -60,6 +60,9 @@ bench: $(SETUP)  ## measure; results go to benchmarks/results
 		echo "== $$script"; \
 		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
 	done
+
+reproduction: $(SETUP)  ## write docs/reproduction.md anew: published figures and ours
+	$(BIN)/python benchmarks/reproduction.py
 
 device-check: $(SETUP)  ## on a machine with CUDA: two workers share the device, one is killed; overhead
 	$(BIN)/python benchmarks/device_check.py
