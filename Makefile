@@ -22,7 +22,7 @@ NO_NOISE := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
 CODE := src tests examples benchmarks
-BENCHMARKS := $(patsubst %,benchmarks/%.py,allocation mesh)
+RESULTS := benchmarks/results
 
 .PHONY: help setup demo test lint soak bench reproduction device-check docs-check
 
@@ -56,10 +56,9 @@ soak: $(SETUP)  ## the slow tests: hundreds of kills, a long search of the proto
 	$(BIN)/python -m perdure.sim.protocol --seeds 0:20000
 
 bench: $(SETUP)  ## measure; results go to benchmarks/results
-	@for script in $(BENCHMARKS); do \
-		echo "== $$script"; \
-		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
-	done
+	$(BIN)/python benchmarks/run.py --out $(RESULTS)
+	$(BIN)/python benchmarks/mesh.py --json $(RESULTS)/mesh.json
+	$(BIN)/python benchmarks/allocation.py --json $(RESULTS)/allocation.json
 
 reproduction: $(SETUP)  ## write docs/reproduction.md anew: published figures and ours
 	$(BIN)/python benchmarks/reproduction.py
