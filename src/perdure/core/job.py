@@ -392,7 +392,8 @@ class Job:
         if self._rejoin_until is not None:
             self._rejoin(now)
             return
-        if self._restoring not in self.staff.workers:
+        restoring = self.staff.workers.get(self._restoring) if self._restoring is not None else None
+        if restoring is None or restoring.stopped:
             self._restoring = None
         spare = self.membership.spare
         if len(spare) < max(1, self.staff.target) or len(self.staff.nodes) < self.settings.min_nodes:

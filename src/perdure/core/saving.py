@@ -125,7 +125,7 @@ class Saving:
         if office.phase != "saving" or self._checkpoints.asked is not None:
             return
         self._saves += 1
-        left = [w for w in office.staff.workers.values() if w.finished is not None]
+        left = [w for w in office.staff.workers.values() if w.finished is not None and not w.stopped]
         if not left:
             office.phase = "gathering"
         elif self._saves > SAVES_MAX:
