@@ -350,6 +350,9 @@ def _flush(transport: Any) -> None:
 
 
 def _healing(traps: Traps) -> None:
+    if traps.wants(Moment.DONOR):
+        # Through the socket: a donor whose memory is read takes no part in it that could be caught.
+        heal.Patient._read_from = lambda *_: True  # type: ignore[method-assign]
     served: Counter[int] = Counter()
 
     def read_views(donor: Donor, session: Session, _: int) -> None:
