@@ -49,6 +49,7 @@ class Attempt:
     expected: int = 0
     sent: int = 0
     said: bool = False
+    began: bool = False
     spoilt: bool = False
     told: tuple[Entry, ...] = ()
     untold: tuple[Entry, ...] = ()
@@ -56,11 +57,12 @@ class Attempt:
 
 @dataclass
 class _Parked:
-    """A payload that came before its round."""
+    """A payload that came before its round: left with its sender, or (with a `place`) received here."""
 
     peer: WorkerId
     header: Bulk
-    view: memoryview | None
+    place: memoryview | None
+    full: bool = False
 
 
 class Reducer:
@@ -86,6 +88,7 @@ class Reducer:
         self._scratch = Scratch()
         self._attempt: Attempt | None = None
         self._parked: dict[tuple[Generation, int], list[_Parked]] = {}
+        self._arriving: list[_Parked] = []
 
     @property
     def _extra(self) -> int | None:
@@ -202,13 +205,17 @@ class Reducer:
     def arrived(self, generation: Generation, peer: WorkerId, header: Bulk, view: memoryview) -> None:
         """A payload is complete (`Handlers.bulk`)."""
         with self._lock:
+            parked = next((parked for parked in self._arriving if parked.place is view), None)
+            if parked is not None:
+                self._arriving.remove(parked)
+                parked.full = True
             attempt = self._attempt
             if attempt is None or (attempt.generation, attempt.step) != (generation, header.step):
-                for parked in self._parked.get((generation, header.step), ()):
-                    if parked.view is None and (parked.peer, parked.header) == (peer, header):
-                        parked.view = view
                 return
-        self._take_in(attempt, peer, header)
+        if parked is None:
+            self._take_in(attempt, peer, header)
+        elif attempt.began:  # its round began while it was still arriving
+            self._take_parked(attempt, parked)
 
     def ledger_grew(self, generation: Generation) -> None:
         """More losses and weights are known: shards may be divided now. On that generation's thread."""
@@ -222,9 +229,12 @@ class Reducer:
         current = self._member.plan.generation if self._member.plan else Generation(0, 0)
         if (generation, header.step) < (current, self._member.committed + 1):
             return None
-        parked = _Parked(peer, header, None)
+        parked = _Parked(peer, header, None if deferrable else memoryview(bytearray(nbytes)))
         self._parked.setdefault((generation, header.step), []).append(parked)
-        return LATER if deferrable else memoryview(bytearray(nbytes))
+        if parked.place is None:
+            return LATER
+        self._arriving.append(parked)
+        return parked.place
 
     def _place(
         self, attempt: Attempt, peer: WorkerId, header: Bulk, deferrable: bool
@@ -274,16 +284,22 @@ class Reducer:
             self._post_buffers(attempt)
         with self._lock:
             parked = self._parked.pop((attempt.generation, attempt.step), [])
+            attempt.began = True
         for payload in parked:
-            if payload.view is None:
+            if payload.place is None:
                 assert attempt.transport is not None
                 attempt.transport.take(payload.peer, payload.header)
-                continue
-            place = self._place(attempt, payload.peer, payload.header, deferrable=False)
-            if isinstance(place, memoryview):
-                place[:] = payload.view
-                self._take_in(attempt, payload.peer, payload.header)
+            elif payload.full:
+                self._take_parked(attempt, payload)
         self._maybe_all_sent(attempt)
+
+    def _take_parked(self, attempt: Attempt, parked: _Parked) -> None:
+        """A payload that was received before its round: put it where it belongs now."""
+        assert parked.place is not None
+        place = self._place(attempt, parked.peer, parked.header, deferrable=False)
+        if isinstance(place, memoryview):
+            place[:] = parked.place
+            self._take_in(attempt, parked.peer, parked.header)
 
     def _contribute(self, attempt: Attempt, first: int, gradients: Gradients, buckets: Sequence[int]) -> None:
         """A leaf of mine: its pieces to the shards' owners, its own into my folds; each once a round."""
