@@ -108,7 +108,7 @@ class Cluster:
         self._planner = planner
         self._journal = Journal(keep_log)
         self._timers = Timers()
-        self._storage = Storage(setup.storage_bytes_s)
+        self._storage: Storage[JobRun] = Storage(setup.storage_bytes_s)
         services = Services(self._timers, self._storage, self._journal)
         self._jobs = [
             JobRun(spec.work, policy, services, setup.gpus_per_node, spec.steps) for spec in setup.jobs
@@ -141,9 +141,8 @@ class Cluster:
                 self._happen(now, happenings[next_one])
                 next_one += 1
             if transfer is not None and transfer <= now:
-                for number in self._storage.advance(now):
-                    for job in self._jobs:
-                        self._follow(now, job, job.transfer_over(now, number))
+                for number, job in self._storage.advance(now):
+                    self._follow(now, job, job.transfer_over(now, number))
             while (timer := self._timers.next_time()) is not None and timer <= now:
                 self._timer(now, self._timers.pop())
             self._settle_events(now)
@@ -332,8 +331,8 @@ class Cluster:
             job.leave(now)
             self._pool.settle(now)
             self._replan = True
-        elif outcome == "ready" and self._policy.deals == "queue":
-            self._replan = True
+        elif outcome == "ready" and self._pool.free and len(job.held) < job.nominal:
+            self._replan |= self._policy.deals == "queue"
 
     def _submit(self, now: float, job: JobRun) -> None:
         """A late job joins the plan; without a planner it takes what is free, its minimum at least."""

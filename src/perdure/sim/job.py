@@ -27,7 +27,7 @@ class Services:
     """What all jobs of a simulation share."""
 
     timers: Timers
-    storage: Storage
+    storage: Storage[JobRun]
     journal: Journal
 
 
@@ -236,7 +236,7 @@ class JobRun:
             self.resume(now)
             return
         if saving.write_bytes and not saving.waits:
-            self._upload = (self.services.storage.start(now, saving.write_bytes), progress.position)
+            self._upload = (self.services.storage.start(now, saving.write_bytes, self), progress.position)
         nbytes = saving.write_bytes if saving.waits else 0.0
         if saving.stall_s == 0 and nbytes == 0:
             if self._upload is None:
@@ -375,7 +375,7 @@ class JobRun:
         state = {"detection": "detect", "checkpoint": "checkpoint"}.get(phase.cause, "transition")
         self.enter(now, state)
         if phase.nbytes > 0:
-            self._transfer = self.services.storage.start(now, phase.nbytes)
+            self._transfer = self.services.storage.start(now, phase.nbytes, self)
             self._phase_end = math.inf
             return None
         return self._timed(now)
