@@ -137,6 +137,7 @@ class Running:
             ],
             fired=frozenset(self.strikes()),
             struck=frozenset(s.pid for s in self.strikes().values()),
+            refused=frozenset(e["step"] for e in self.events() if e["event"] == "refused_step"),
             leavers=frozenset(s.pid for s in self.strikes().values() if s.manner is Manner.TERM),
         )
 

@@ -77,6 +77,13 @@ def test_what_a_leaver_had_in_hand_may_be_computed_again() -> None:
     assert judge(left, EXPECTED).outcome is Outcome.PASS
 
 
+def test_what_was_void_may_be_computed_again() -> None:
+    starts = [*GOOD.starts, Start(6, 7, 1, 1)]
+    assert judge(dataclasses.replace(GOOD, starts=starts), EXPECTED).outcome is Outcome.FAIL
+    void = dataclasses.replace(GOOD, starts=starts, refused=frozenset({1}))
+    assert judge(void, EXPECTED).outcome is Outcome.PASS
+
+
 def test_a_fault_that_never_struck_leaves_the_verdict_open() -> None:
     verdict = judge(dataclasses.replace(GOOD, fired=frozenset()), EXPECTED)
     assert verdict.outcome is Outcome.UNKNOWN

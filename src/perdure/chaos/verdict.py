@@ -59,7 +59,7 @@ class Evidence:
 
     `steps` are those of metrics.jsonl in its order; `samples` are (step, micro-batch, sample ids) of
     samples.jsonl; `fired` names the faults that struck, `struck` are the processes that were hit; `leavers`
-    are those of them that were asked to leave.
+    are those of them that were asked to leave; `refused` are steps of which leaves were void (P7, E3).
     """
 
     exit_code: int
@@ -70,6 +70,7 @@ class Evidence:
     fired: frozenset[str] = frozenset()
     struck: frozenset[int] = frozenset()
     leavers: frozenset[int] = frozenset()
+    refused: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +140,12 @@ def _samples(evidence: Evidence, expected: Expected) -> Iterator[str]:
 def _nothing_twice(evidence: Evidence, expected: Expected) -> Iterator[str]:
     """G2: nobody computes what it has computed, nor what a process that lives to commit the step began.
 
-    Whom the step's commit saw alive is known from its note; what a leaver had in hand does not count.
+    Whom the step's commit saw alive is known from its note. What a leaver had in hand does not count, nor what
+    was void.
     """
     committed = {(commit.pid, commit.step) for commit in evidence.commits}
     by_work: dict[tuple[int, int], list[Start]] = defaultdict(list)
-    for start in sorted(evidence.starts):
+    for start in sorted(start for start in evidence.starts if start.step not in evidence.refused):
         by_work[start.step, start.micro_batch].append(start)
     for (step, micro_batch), starts in sorted(by_work.items()):
         if len({start.pid for start in starts}) < len(starts):
