@@ -146,3 +146,4 @@ def assert_untouched(result: Done) -> None:
     """The guarantees hold, and nothing is left."""
     assert result.verdict.outcome is Outcome.PASS, f"{result.verdict}\n{result.story}"
     assert result.leftovers == []
+    assert not any(event["event"] == "refused_step" for event in result.events), "nothing was void"

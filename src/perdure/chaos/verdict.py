@@ -140,8 +140,8 @@ def _samples(evidence: Evidence, expected: Expected) -> Iterator[str]:
 def _nothing_twice(evidence: Evidence, expected: Expected) -> Iterator[str]:
     """G2: nobody computes what it has computed, nor what a process that lives to commit the step began.
 
-    Whom the step's commit saw alive is known from its note. What a leaver had in hand does not count, nor what
-    was void.
+    Whom the step's commit saw alive is known from its note. What a leaver had in hand does not count, nor
+    what was void.
     """
     committed = {(commit.pid, commit.step) for commit in evidence.commits}
     by_work: dict[tuple[int, int], list[Start]] = defaultdict(list)
