@@ -24,7 +24,7 @@ from perdure.schema.errors import ProtectError, ProtocolError
 from perdure.schema.plan import Span
 from perdure.worker.memory import Pieces
 
-BUCKET_BYTES = 8 << 20
+BUCKET_BYTES = 16 << 20
 FIRST_BUCKET_BYTES = 2 << 20
 _BUCKETS_MAX = 128
 # Shards begin at multiples of this many elements, so that two owners share no cache line.
