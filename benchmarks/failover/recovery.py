@@ -8,8 +8,9 @@ import signal
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from figures import Figure, interval
 from rundir import Kill, RunDir
@@ -113,8 +114,11 @@ def run(workload: Workload, kills: int, standby: int) -> tuple[list[Case], float
             job.process.send_signal(signal.SIGTERM)
             job.process.wait(END_S)
             files.refresh()
-        check(files, json.loads((files.path / "report.json").read_text()))
-        return [case(files, kill) for kill in files.kills], files.step_s()
+        stalls = reported(files, json.loads((files.path / "report.json").read_text()))
+        cases = [case(files, kill) for kill in files.kills]
+        return [
+            replace(found, stall_s=stall) for found, stall in zip(cases, stalls, strict=True)
+        ], files.step_s()
 
 
 def pause(files: RunDir, seconds: float) -> None:
@@ -150,11 +154,10 @@ def case(files: RunDir, kill: Kill) -> Case:
     )
 
 
-def check(files: RunDir, report: dict[str, object]) -> None:
-    """The job's own report has to tell the same faults."""
-    faults = report["faults"]
-    assert isinstance(faults, list)
-    told = [fault["worker"] for fault in faults if fault["kind"] == "signal"]
-    expected = [kill.worker for kill in files.kills]
+def reported(files: RunDir, report: dict[str, Any]) -> list[float]:
+    """The kills' stalls by the job's own report, which has to tell of the same deaths."""
+    faults = [fault for fault in report["faults"] if fault["kind"] == "signal"]
+    told, expected = [fault["worker"] for fault in faults], [kill.worker for kill in files.kills]
     if told != expected:
         raise RuntimeError(f"report.json tells of the deaths of {told}; killed were {expected}")
+    return [fault["stall_s"] for fault in faults]

@@ -27,6 +27,6 @@ class Workload:
 
 
 STEP_1S = Workload(name="step near 1 s", micro_batch=3)
-STEP_100MS = Workload(name="step near 0.1 s", context=16, micro_batch=1, per_step=8)
+STEP_100MS = Workload(name="step near 0.1 s", context=16, micro_batch=1, per_step=4)
 HEALING = Workload(name="state over 200 MB", layers=6, width=512, context=32, micro_batch=1, per_step=8)
 MEMORY = Workload(name="over 50 M parameters", layers=8, width=768, context=32, micro_batch=1, per_step=8)
