@@ -182,7 +182,7 @@ class Traps:
             optimizer = next(
                 thing for thing in parts.protected.values() if isinstance(thing, torch.optim.Optimizer)
             )
-            inner = list(module.children())[-2]
+            *_, inner, _ = (module, module, *module.children())  # the last but one, if it has as many
             inner.register_forward_hook(lambda *args: self._in_forward(args[2], steps))
             optimizer.register_step_post_hook(lambda *_: self.at(Moment.OPTIMIZER, self.step))
 
