@@ -29,7 +29,7 @@ from tasks import TASKS
 
 HERE = Path(__file__).parent
 PERDURE = Path(sys.executable).parent / "perdure"
-DEADLINE_S = 120.0
+DEADLINE_S = 180.0
 GONE_S = 5.0
 _IN_MODIFY, _IN_MOVED_TO, _IN_CREATE = 0x2, 0x80, 0x100  # inotify(7)
 MARK = "PERDURE_TEST_RUN"

@@ -47,6 +47,7 @@ SOAK = [
         kills=25,
         standby=number % 2,
         manner=Manner.SEGV if number == 3 else Manner.KILL,
+        every_s=0.5,
         num_workers=2 if number == 6 else 0,
     )
     for number in range(8)
