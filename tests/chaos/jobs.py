@@ -118,7 +118,8 @@ class Running:
         for path in Path("/dev/shm").iterdir():
             if any(f"_{pid}_" in path.name for pid in pids):
                 left.append(f"shared memory {path.name}")
-        left += [f"unfinished {path}" for path in self.run_dir.glob("checkpoints/*.partial")]
+        if self.process.returncode != -signal.SIGKILL:  # else the next run clears it away
+            left += [f"unfinished {path}" for path in self.run_dir.glob("checkpoints/*.partial")]
         return left
 
     def evidence(self) -> Evidence:
