@@ -217,7 +217,8 @@ def group() -> Iterator[Group]:
     finally:
         made.close()
     assert set(threading.enumerate()) == threads
-    assert descriptors() == before
+    # Others' tests may have left memory to the garbage collector, which closes it whenever it likes.
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize("pull", [True, False], ids=["pull", "tcp"])

@@ -173,5 +173,5 @@ def test_the_rates_of_the_studies() -> None:
 
 
 def test_a_rate_that_no_memory_holds_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"mtbf_hours_per_node = 0\.0001 gives .* faults of 200 nodes"):
+    with pytest.raises(UsageError, match=r"mtbf_hours_per_node: 0\.0001 h make .* events in 100 days"):
         faults(cluster(mtbf_hours_per_node=0.0001))

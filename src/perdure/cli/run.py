@@ -133,6 +133,7 @@ class Launch:
         store = shelf.Shelf(self.run_dir / "checkpoints")
         if args.fresh:
             _forget(self.run_dir, store)
+        store.prune()  # what an earlier run's writers left unfinished
         files = RunDir(self.run_dir, self.run_dir.name)
         script = (*(("-m",) if args.module else ()), args.script, *args.args)
         resumed = files.job.incarnation > 0

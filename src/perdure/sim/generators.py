@@ -25,8 +25,6 @@ Ints = NDArray[np.int64]
 HOUR_S = 3600.0
 EVENTS_MAX = 5_000_000
 """Events of one kind beyond which a trace is refused; a run takes some 30 µs for each."""
-FAULTS_MAX = 5_000_000
-"""A trace of more is refused: it takes gigabytes, and a cluster that fails so often does nothing else."""
 
 
 def generate(cluster: Cluster, days: float, seed: int) -> Trace:
@@ -84,13 +82,6 @@ def faults(cluster: Cluster, nodes: int, span_s: float, rng: np.random.Generator
     if cluster.mtbf_hours_per_node is None:
         return []
     mean_s = cluster.mtbf_hours_per_node * HOUR_S
-    expected = nodes * span_s / mean_s
-    if expected > FAULTS_MAX:
-        raise UsageError(
-            f"cluster.mtbf_hours_per_node = {cluster.mtbf_hours_per_node:.3g} gives {expected:.2g} faults of "
-            f"{nodes} nodes in {span_s / 86_400:g} days; expected at most {FAULTS_MAX:.0e}: take fewer "
-            "nodes or days, or a rate that was measured over a longer run"
-        )
     process = cluster.failures
     if process.kind in ("weibull", "infant"):
         return _renewed(cluster, nodes, span_s, mean_s, rng)
