@@ -106,62 +106,83 @@ def _checkpoint() -> Run:
     return Run("CHECKPOINT", Scenario(faults=tuple(faults), whole=True), steps, options)
 
 
-def at_once(moment: Moment, losses: int) -> Run:
-    """So many workers are lost in one moment. What had to be lost before, is."""
-    steps = 8
+def at_once() -> Iterator[Run]:
+    """Several workers are lost in one instant: two, then as many as leave one; what has to be lost before, is."""
+    for moment in Moment:
+        if moment in (
+            Moment.START_UP,
+            Moment.FIRST_GROUP,
+        ):  # there are no others yet: each comes to it by itself
+            for losses in (2, MEMBERS - 1):
+                faults = [
+                    Fault(name=manner, moment=moment, manner=manner, target=Target(worker=worker))
+                    for worker, manner in enumerate(DEATHS[:losses], 1)
+                ]
+                yield Run(f"{moment.name}-{losses}-at-once", Scenario(faults=tuple(faults), whole=True), 4)
+        elif moment in ONCE:
+            for losses in (2, MEMBERS - 1):
+                yield _corner(f"{moment.name}-{losses}-at-once", moment, also=losses - 1)
+        else:
+            yield _growing(moment)
+
+
+def _growing(moment: Moment) -> Run:
+    faults: list[Fault] = []
+    step = 2
+    for losses in (2, MEMBERS - 1):
+        also = losses - 1
+        after = ""
+        if moment in AFTER_A_LOSS:
+            before = _loss(f"before {losses}", step, rank=1, also=also if moment is Moment.JOINER else 0)
+            also -= moment is not Moment.JOINER and losses > 2  # one is lost already
+            faults.append(before)
+            after = before.name
+        target = Target() if after else Target(since=step)
+        faults.append(
+            Fault(name=f"{losses}", moment=moment, manner=Manner.KILL, target=target, after=after, also=also)
+        )
+        step += 5
     options = ("--checkpoint-every", "4") if moment is Moment.CHECKPOINT else ()
-    name = f"{moment.name}-{losses}-at-once"
-    if moment in (Moment.START_UP, Moment.FIRST_GROUP):  # there are no others yet: each comes to it by itself
-        faults = [
-            Fault(name=f"{manner}", moment=moment, manner=manner, target=Target(worker=worker))
-            for worker, manner in enumerate(DEATHS[:losses], 1)
-        ]
-        return Run(name, Scenario(faults=tuple(faults), whole=True), steps)
-    early = moment not in (*AFTER_A_LOSS, Moment.LAST_STEP, Moment.AFTER_LAST)
-    before: tuple[Fault, ...] = ()
-    if moment in AFTER_A_LOSS:
-        before = (_loss("before", 2, rank=1, also=losses - 1 if moment is Moment.JOINER else 0),)
-    fault = Fault(
-        name="first",
-        moment=moment,
-        manner=Manner.KILL,
-        target=Target(since=2) if early else Target(),
-        after="before" if before else "",
-        also=losses - 1,
-    )
-    whole = moment not in (Moment.LAST_STEP, Moment.AFTER_LAST)
-    scenario = Scenario(faults=(*before, fault), whole=whole)
-    return Run(name, scenario, steps, options, compute_ms=_compute_ms(moment))
+    steps = step + (6 if options else 0)
+    scenario = Scenario(faults=tuple(faults), whole=True)
+    return Run(f"{moment.name}-at-once", scenario, steps, options, compute_ms=_compute_ms(moment))
 
 
 def tight_corners() -> Iterator[Run]:
-    """Where two special moments meet, and other places within one."""
-    steps = 5
-    last = Target(since=steps - 1)
-    for moment in (Moment.GATHER, Moment.LEAVING, Moment.OPTIMIZER, Moment.BETWEEN, Moment.CHECKPOINT):
+    """Where two special moments meet, and further places within one."""
+    last = Target(since=CORNER_STEPS - 1)
+    for moment in (Moment.BETWEEN, Moment.CHECKPOINT):
         yield _corner(f"{moment.name}-on-the-last-step", moment, target=last)
     for moment in (Moment.GATHER, Moment.LEAVING, Moment.OPTIMIZER):
         yield _corner(f"{moment.name}-two-on-the-last-step", moment, target=last, also=1)
+    yield _corner("AFTER_LAST-waiting-to-be-released", Moment.AFTER_LAST, nth=2)
+    for manner in (Manner.KILL, Manner.RAISE):
+        yield _corner(f"AFTER_LAST-in-the-script's-tail-{manner}", Moment.AFTER_LAST, manner=manner, nth=3)
+    yield _further_places()
+
+
+CORNER_STEPS = 4
+
+
+def _corner(name: str, moment: Moment, **fields: Any) -> Run:
+    fault = Fault(**{"name": "corner", "moment": moment, "manner": Manner.KILL, **fields})
+    return Run(name, Scenario(faults=(fault,)), CORNER_STEPS)
+
+
+def _further_places() -> Run:
+    """One after the other: before the last finished piece goes out, later in a recovery, late in a healing."""
+    faults: list[Fault] = []
+    step = 1
     for also in range(3):
-        last_piece = f"GATHER-of-the-last-piece-and-{also}-more"
-        yield _corner(last_piece, Moment.GATHER, target=Target(since=1), nth=2, also=also)
-    for nth, where in ((2, "waiting to be released"), (3, "in the script's tail")):
-        for manner in (Manner.KILL, Manner.RAISE):
-            yield _corner(f"AFTER_LAST-{where}-{manner}", Moment.AFTER_LAST, manner=manner, nth=nth)
-    before = _loss("before", 1, rank=0)
-    for nth, where in ((2, "reported"), (3, "the group formed")):
-        yield _corner(f"RECOVERY-{where}", Moment.RECOVERY, before, nth=nth)
-    for moment, nth in ((Moment.DONOR, 5), (Moment.JOINER, 20)):
-        yield _corner(f"{moment.name}-late", moment, before, nth=nth, whole=True)
-
-
-def _corner(name: str, moment: Moment, *before: Fault, whole: bool = False, **fields: Any) -> Run:
-    after = before[0].name if before else ""
-    fault = Fault(**{"name": "corner", "moment": moment, "manner": Manner.KILL, "after": after, **fields})
-    return Run(name, Scenario(faults=(*before, fault), whole=whole), 5)
-
-
-def losses_at_once(moment: Moment) -> tuple[int, ...]:
-    """How many are lost at once: two, and as many as leave one worker."""
-    left = MEMBERS - 1 if moment in (Moment.DONOR, Moment.RECOVERY) else MEMBERS
-    return (2,) if left - 2 == 1 else (2, 3)
+        target = Target(since=step)
+        name = f"the last piece, {also} more"
+        faults.append(
+            Fault(name=name, moment=Moment.GATHER, manner=Manner.KILL, target=target, nth=2, also=also)
+        )
+        step += 4
+    for moment, nth in ((Moment.RECOVERY, 2), (Moment.RECOVERY, 3), (Moment.DONOR, 5), (Moment.JOINER, 20)):
+        name = f"{moment}, {nth}"
+        before = _loss(f"before {name}", step, rank=0)
+        faults += [before, Fault(name=name, moment=moment, manner=Manner.KILL, nth=nth, after=before.name)]
+        step += 5
+    return Run("further-places", Scenario(faults=tuple(faults), whole=True), step + 1)

@@ -21,7 +21,6 @@ from perdure.chaos.verdict import Outcome, Verdict, judge
 from scenario import Strike
 
 CELLS = [(moment, manner) for moment in Moment for manner in DEATHS]
-AT_ONCE = [(moment, losses) for moment in Moment for losses in matrix.losses_at_once(moment)]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Done:
 
 
 CELL_RUNS = {(moment, manner): matrix.cell(moment, manner) for moment, manner in CELLS}
-PAIR_RUNS = [matrix.at_once(moment, losses) for moment, losses in AT_ONCE]
 
 
 def carry_out(run: matrix.Run, directory: Path) -> Running:
@@ -103,19 +101,20 @@ def test_a_loss(moment: Moment, manner: Manner, run: matrix.Run, done: Callable[
     assert seen == [expected_fault(strike, moment)]
 
 
-@pytest.mark.parametrize("run", PAIR_RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", list(matrix.at_once()), ids=lambda run: run.name)
 def test_losses_at_once(run: matrix.Run, done: Callable[[matrix.Run], Done]) -> None:
-    """Two workers at the same moment of one step, and all but one."""
+    """Two workers in one instant, and all but one."""
     result = done(run)
     assert_untouched(result)
-    wanted = sum(1 + fault.also for fault in run.scenario.faults)
-    assert len({strike.pid for strike in result.strikes.values()}) == wanted, result.strikes
+    assert_all_struck(run, result)
 
 
 @pytest.mark.parametrize("run", list(matrix.tight_corners()), ids=lambda run: run.name)
 def test_tight_corners(run: matrix.Run, done: Callable[[matrix.Run], Done]) -> None:
     """Where two special moments meet, and further places within one."""
-    assert_untouched(done(run))
+    result = done(run)
+    assert_untouched(result)
+    assert_all_struck(run, result)
 
 
 ON_RUNTIME_THREADS = (
@@ -140,6 +139,12 @@ def expected_fault(strike: Strike, moment: Moment) -> tuple[str, int | None, int
             return ("signal", 15, None)
         case _:
             return ("leave", None, None)
+
+
+def assert_all_struck(run: matrix.Run, result: Done) -> None:
+    """Every fault struck as many processes as it was to."""
+    wanted = sum(1 + fault.also for fault in run.scenario.faults)
+    assert len({strike.pid for strike in result.strikes.values()}) == wanted, result.strikes
 
 
 def assert_untouched(result: Done) -> None:
