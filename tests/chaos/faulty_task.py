@@ -40,7 +40,7 @@ def main() -> None:
     train_task.TASKS = {name: traps.around(task, args.steps) for name, task in TASKS.items()}
     train_task.Diary = TimedDiary  # type: ignore[misc]
     train_task.main()
-    traps.at(Moment.AFTER_LAST, args.steps - 1)  # the script's tail
+    traps.at(Moment.AFTER_LAST, args.steps)  # the script's tail
 
 
 if __name__ == "__main__":

@@ -107,12 +107,10 @@ def _checkpoint() -> Run:
 
 
 def at_once() -> Iterator[Run]:
-    """Several workers are lost in one instant: two, then as many as leave one; what has to be lost before, is."""
+    """Several workers are lost in one instant: two, then as many as leave one."""
     for moment in Moment:
-        if moment in (
-            Moment.START_UP,
-            Moment.FIRST_GROUP,
-        ):  # there are no others yet: each comes to it by itself
+        if moment in (Moment.START_UP, Moment.FIRST_GROUP):
+            # There is no plan yet that would name others: each comes to the moment by itself.
             for losses in (2, MEMBERS - 1):
                 faults = [
                     Fault(name=manner, moment=moment, manner=manner, target=Target(worker=worker))
@@ -129,12 +127,11 @@ def at_once() -> Iterator[Run]:
 def _growing(moment: Moment) -> Run:
     faults: list[Fault] = []
     step = 2
-    for losses in (2, MEMBERS - 1):
+    for losses in (2,) if moment in (Moment.DONOR, Moment.RECOVERY) else (2, MEMBERS - 1):
         also = losses - 1
         after = ""
         if moment in AFTER_A_LOSS:
             before = _loss(f"before {losses}", step, rank=1, also=also if moment is Moment.JOINER else 0)
-            also -= moment is not Moment.JOINER and losses > 2  # one is lost already
             faults.append(before)
             after = before.name
         target = Target() if after else Target(since=step)
@@ -156,8 +153,9 @@ def tight_corners() -> Iterator[Run]:
     for moment in (Moment.GATHER, Moment.LEAVING, Moment.OPTIMIZER):
         yield _corner(f"{moment.name}-two-on-the-last-step", moment, target=last, also=1)
     yield _corner("AFTER_LAST-waiting-to-be-released", Moment.AFTER_LAST, nth=2)
+    tail = Target(since=CORNER_STEPS)
     for manner in (Manner.KILL, Manner.RAISE):
-        yield _corner(f"AFTER_LAST-in-the-script's-tail-{manner}", Moment.AFTER_LAST, manner=manner, nth=3)
+        yield _corner(f"AFTER_LAST-in-the-tail-{manner}", Moment.AFTER_LAST, manner=manner, target=tail)
     yield _further_places()
 
 
@@ -170,7 +168,7 @@ def _corner(name: str, moment: Moment, **fields: Any) -> Run:
 
 
 def _further_places() -> Run:
-    """One after the other: before the last finished piece goes out, later in a recovery, late in a healing."""
+    """One after the other: before the last finished piece goes out, later in a recovery, late in healing."""
     faults: list[Fault] = []
     step = 1
     for also in range(3):
