@@ -145,7 +145,7 @@ def reconfigurations(page: Page) -> None:
             decision = policy.decide(work, view, Fault(1, Method.NODE, (node,), 0.5))
             assert decision is not None
             times.append(sum(stage.seconds for stage in decision.stages))
-        sizes = sorted((len(pipeline) for pipeline in layout.detail), reverse=True)
+        sizes = sorted((len(pipeline) for pipeline in layout.detail.pipelines), reverse=True)
         rows.append(
             (
                 name,

@@ -8,6 +8,7 @@ from bench import modelled_job, plain_job, run
 from perdure.core.policies import make
 from perdure.core.policies.bamboo import (
     Bamboo,
+    BambooLayout,
     Pipeline,
     new_pipeline,
     reconfigures,
@@ -16,6 +17,7 @@ from perdure.core.policies.bamboo import (
 )
 from perdure.core.policies.base import Fault, Lost, Method, Offered, View
 from perdure.core.policies.pipeline import Grid
+from perdure.core.policies.places import Places
 from perdure.sim.happenings import Happening, Kind
 
 
@@ -43,18 +45,37 @@ def test_after_a_loss_its_neighbours_must_not_die(then: int, fatal: bool) -> Non
 
 
 def test_when_it_reconfigures() -> None:
-    wide = [new_pipeline(tuple(range(50 * i, 50 * i + 50))) for i in range(2)]
-    assert reconfigures(wide, 0, 50) is None
-    one = take_over(wide[0], frozenset({3}))
+    """Two pipelines of 50 nodes; those that are not intact are named."""
+    first, second = new_pipeline(tuple(range(50))), new_pipeline(tuple(range(50, 100)))
+    assert reconfigures([], 2, 0, 50) is None
+    one, two = take_over(first, frozenset({3})), take_over(second, frozenset({60, 70}))
     assert one is not None
-    assert reconfigures([one, wide[1]], 0, 50) is None  # 2 of 99 are at risk
-    assert reconfigures([one, wide[1]], 1, 50) == "1 nodes wait, 1 are doubled up"
-    three = take_over(wide[1], frozenset({60, 70}))
-    assert three is not None
-    assert reconfigures([one, three], 0, 50) == "the loss of any of 6 of 97 nodes would be fatal"
-    assert reconfigures(wide, 50, 50) == "a further pipeline can be built"
+    assert two is not None
+    assert reconfigures([one], 2, 0, 50) is None  # 2 of 99 are at risk
+    assert reconfigures([one], 2, 1, 50) == "1 nodes wait, 1 are doubled up"
+    assert reconfigures([one, two], 2, 0, 50) == "the loss of any of 6 of 97 nodes would be fatal"
+    assert reconfigures([], 2, 50, 50) == "a further pipeline can be built"
     trebled = Pipeline((1, 1, 1, 4), (None,) * 4, doubled=1, stages_most=3)
-    assert reconfigures([trebled], 0, 4) == "a node holds more than two stages"
+    assert reconfigures([trebled], 1, 0, 4) == "a node holds more than two stages"
+
+
+def test_intact_pipelines_stay_when_others_are_built_anew() -> None:
+    start = BambooLayout((), 3, Places({}), waiting=tuple(range(10))).rebuilt()
+    assert [pipeline.primary for pipeline in start.pipelines] == [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
+    assert start.waiting == (9,)
+    after = start.without(frozenset({1}))
+    assert after is not None
+    assert after.broken == (0,)
+    again = after.rebuilt()
+    assert [pipeline.primary for pipeline in again.pipelines] == [(0, 2, 9), (3, 4, 5), (6, 7, 8)]
+    assert again.waiting == ()
+    short = again.without(frozenset({2}))
+    assert short is not None
+    # Two nodes make no pipeline: they wait, and the last pipeline moves up.
+    fewer = short.rebuilt()
+    assert [pipeline.primary for pipeline in fewer.pipelines] == [(6, 7, 8), (3, 4, 5)]
+    assert fewer.waiting == (0, 9)
+    assert [fewer.places.get(node) for node in (6, 3, 0, 2)] == [0, 1, None, None]
 
 
 def test_no_step_is_lost_unless_it_is_fatal() -> None:

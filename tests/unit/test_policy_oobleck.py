@@ -11,13 +11,14 @@ import pytest
 from bench import modelled_job, plain_job, run
 from perdure.core.policies import make
 from perdure.core.policies.base import Fault, Lost, Method, Offered, View
-from perdure.core.policies.oobleck import Oobleck
+from perdure.core.policies.oobleck import Oobleck, fleet
 from perdure.core.policies.oobleck_plan import (
     BestRates,
     Pipelines,
     Reconfigured,
     Restart,
     distribute,
+    makespan,
     partitions,
     reconfigure,
     regroup,
@@ -109,9 +110,25 @@ def test_no_distribution_is_done_earlier(seed: int) -> None:
     options = (s for s in itertools.product(range(1, batch + 1), repeat=count) if sum(s) == batch)
     found = distribute(batch, fill, slowest)
     assert found is not None
+    groups = [(1, f, s) for f, s in zip(fill, slowest, strict=True)]
+    assert makespan(batch, groups) == pytest.approx(latency(found))
     assert sum(found) == batch
     assert min(found) >= 1
     assert latency(found) == pytest.approx(min(latency(shares) for shares in options))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_like_pipelines_are_dealt_with_as_one(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = [(rng.randint(1, 9), rng.uniform(1, 9), rng.uniform(0.5, 3)) for _ in range(rng.randint(1, 4))]
+    fill = [f for count, f, _ in groups for _ in range(count)]
+    slowest = [s for count, _, s in groups for _ in range(count)]
+    batch = rng.randint(len(fill), 200)
+    shares = distribute(batch, fill, slowest)
+    assert shares is not None
+    longest = max(f + (share - 1) * s for f, s, share in zip(fill, slowest, shares, strict=True))
+    assert makespan(batch, groups) == pytest.approx(longest)
+    assert makespan(len(fill) - 1, groups) == float("inf")
 
 
 def test_fewer_micro_batches_than_pipelines_cannot_be_shared() -> None:
@@ -304,4 +321,40 @@ def test_a_node_that_comes_back_is_taken_at_a_boundary() -> None:
     assert decision.lost is Lost.NOTHING
     assert decision.take == (8, 9)
     assert decision.layout is not None
-    assert sorted(node for pipeline in decision.layout.detail for node in pipeline) == [0, 1, 2, 3, 8, 9]
+    assert sorted(node for pipeline in decision.layout.detail.pipelines for node in pipeline) == [
+        0,
+        1,
+        2,
+        3,
+        8,
+        9,
+    ]
+
+
+def test_in_a_large_fleet_only_what_matters_is_looked_at() -> None:
+    """The same outcome as with all pipelines in view: sizes, no short pipeline, nobody lost or doubled."""
+    rng = random.Random(3)
+    pipelines, names = [], list(range(2000))
+    while len(pipelines) < 120:
+        size = rng.choice((2, 2, 3, 5))
+        pipelines.append(tuple(names[:size]))
+        del names[:size]
+    now = fleet(pipelines)
+    for _ in range(200):
+        lost = frozenset(
+            rng.sample([node for pipeline in now.pipelines for node in pipeline], rng.randint(1, 3))
+        )
+        whole = reconfigure(now.pipelines, lost, 2, halves, 12, 2)
+        gaps = now.touched(lost, 2)
+        part = reconfigure(tuple(now.pipelines[i] for i in gaps), lost, 2, halves, 12)
+        if len(now.pipelines) <= 40:
+            break
+        assert isinstance(whole, Reconfigured)
+        assert isinstance(part, Reconfigured)
+        after = now.replaced(gaps, part.pipelines)
+        assert sorted(map(len, after.pipelines)) == sorted(map(len, whole.pipelines))
+        kept = sorted(node for pipeline in after.pipelines for node in pipeline)
+        assert kept == sorted(node for pipeline in now.pipelines for node in pipeline if node not in lost)
+        assert all(after.places.get(n) == i for i, pipeline in enumerate(after.pipelines) for n in pipeline)
+        assert after.sizes == fleet(after.pipelines).sizes
+        now = after

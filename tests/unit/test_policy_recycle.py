@@ -8,22 +8,22 @@ from bench import modelled_job, plain_job, run
 from perdure.core.policies import make
 from perdure.core.policies.base import Fault, Lost, Method, Offered, View
 from perdure.core.policies.pipeline import Grid
-from perdure.core.policies.recycle import HOLE, Recycle, Slots, rerouted_step_s
+from perdure.core.policies.recycle import HOLE, Recycle, laid_out, rerouted_step_s
 from perdure.sim.happenings import Happening, Kind
 
 
 def test_a_hole_and_who_fills_it() -> None:
-    slots = Slots((0, 1, 2, 3, 4, 5), 3)
+    slots = laid_out((0, 1, 2, 3, 4, 5), 3)
     after = slots.without(frozenset({4}))
     assert after.nodes == (0, 1, 2, 3, HOLE, 5)
     assert after.peers_least == 1
     assert after.filled((9,)).nodes == (0, 1, 2, 3, 9, 5)
     assert after.filled((9,)).holes == ()
-    assert Slots((0, 1, 2, 3), 2, extra=(7,)).without(frozenset({1})).nodes == (0, 7, 2, 3)
+    assert laid_out((0, 1, 2, 3, 7), 2).without(frozenset({1})).nodes == (0, 7, 2, 3)
 
 
 def test_two_losses_of_one_stage_leave_no_peer_and_two_of_different_stages_do() -> None:
-    slots = Slots((0, 1, 2, 3, 4, 5), 3)
+    slots = laid_out((0, 1, 2, 3, 4, 5), 3)
     assert slots.without(frozenset({1, 4})).peers_least == 0
     assert slots.without(frozenset({1, 5})).peers_least == 1
 

@@ -277,7 +277,6 @@ class JobRun:
         self.settle(now)
         progress = self.progress
         progress.roll_back(decision.lost, decision.share, self.saving.memory_steps)
-        unchanged = not fault and self.running and decision.layout == self.layout and not decision.stages
         later = decision.later
         self._later_token += 1
         self.later = later
@@ -285,8 +284,9 @@ class JobRun:
             self.services.timers.set(now + later.after_s + decision.detect_s, (self, -self._later_token))
         left = self._phase_left(now) if not fault and self.state == "detect" else 0.0
         waits = self.state == "wait" and decision.layout is None
+        seamless = self.running and not fault and _interrupts_nobody(decision)
         self._set_layout(decision.layout)
-        if unchanged or waits:
+        if seamless or waits:
             self.refresh(now)
             return
         if not fault and not decision.stages and not self.running and self.state != "wait" and self._phases:
@@ -431,6 +431,12 @@ class JobRun:
             fields |= {"gpus": speed.gpus, "useful": speed.useful, "overhead": speed.overhead}
             fields |= {"slowdown": self.slowdown, "joining": self.later is not None, "step_s": speed.step_s}
         journal.write(now, "job_state", **fields)
+
+
+def _interrupts_nobody(decision: Decision) -> bool:
+    """The job goes on computing through the change."""
+    quick = decision.detect_s == 0 and not decision.stages and not decision.save_first
+    return quick and decision.layout is not None and decision.lost is Lost.NOTHING
 
 
 def _as_phase(stage: Stage) -> Phase:

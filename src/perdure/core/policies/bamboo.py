@@ -40,6 +40,7 @@ from perdure.core.policies.base import (
 )
 from perdure.core.policies.common import Detection, ideal_step_s, plain_layout
 from perdure.core.policies.pipeline import Grid, grids
+from perdure.core.policies.places import Places, spliced
 from perdure.core.policies.work import Workload
 
 AT_RISK = 0.05
@@ -84,29 +85,69 @@ def take_over(pipeline: Pipeline, lost: frozenset[int]) -> Pipeline | None:
     return Pipeline(tuple(primary), tuple(shadow), sum(count > 1 for count in held), max(held))
 
 
-def reconfigures(pipelines: Sequence[Pipeline], waiting: int, depth: int) -> str | None:
-    """Why the pipelines should be built anew at the next boundary, or None."""
-    doubled = sum(pipeline.doubled for pipeline in pipelines)
-    active = len(pipelines) * depth - doubled
-    if any(pipeline.stages_most > 2 for pipeline in pipelines):
+def reconfigures(broken: Sequence[Pipeline], count: int, waiting: int, depth: int) -> str | None:
+    """Why the pipelines should be built anew at the next boundary, or None.
+
+    `count` are all pipelines; those of them that are not intact are `broken`.
+    """
+    doubled = sum(pipeline.doubled for pipeline in broken)
+    active = count * depth - doubled
+    if any(pipeline.stages_most > 2 for pipeline in broken):
         return "a node holds more than two stages"
     if doubled and waiting >= doubled:
         return f"{waiting} nodes wait, {doubled} are doubled up"
     if doubled and 2 * doubled / active > AT_RISK:
         return f"the loss of any of {2 * doubled} of {active} nodes would be fatal"
-    if (active + waiting) // depth > len(pipelines):
+    if (active + waiting) // depth > count:
         return "a further pipeline can be built"
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class BambooLayout:
-    """The pipelines, the nodes that wait, and the grid of the intact job."""
+    """The pipelines of `depth` nodes, the nodes that wait, and the grid of the intact job.
+
+    `places` are the pipelines of nodes, `broken` those pipelines that are not intact.
+    """
 
     pipelines: tuple[Pipeline, ...]
-    waiting: tuple[int, ...]
-    grid: Grid | None
     depth: int
+    places: Places
+    waiting: tuple[int, ...] = ()
+    broken: tuple[int, ...] = ()
+    grid: Grid | None = None
+
+    @property
+    def not_intact(self) -> tuple[Pipeline, ...]:
+        return tuple(self.pipelines[index] for index in self.broken)
+
+    def without(self, lost: frozenset[int]) -> BambooLayout | None:
+        """Shadows in the place of lost nodes; None if a stage is gone (fatal)."""
+        hit = {index for node in lost if (index := self.places.get(node)) is not None}
+        pipelines = list(self.pipelines)
+        for index in hit:
+            after = take_over(pipelines[index], lost)
+            if after is None:
+                return None
+            pipelines[index] = after
+        return replace(
+            self,
+            pipelines=tuple(pipelines),
+            places=self.places.changed((node, None) for node in lost) if hit else self.places,
+            waiting=tuple(node for node in self.waiting if node not in lost),
+            broken=tuple(sorted(hit.union(self.broken))),
+        )
+
+    def rebuilt(self) -> BambooLayout:
+        """New pipelines of the nodes of broken ones and of those that wait; intact ones stay."""
+        nodes = (*_nodes(self.not_intact), *self.waiting)
+        whole = len(nodes) // self.depth * self.depth
+        new = [new_pipeline(nodes[start : start + self.depth]) for start in range(0, whole, self.depth)]
+        pipelines, placed = spliced(self.pipelines, self.broken, new)
+        changes: list[tuple[int, int | None]] = [(node, None) for node in nodes[whole:]]
+        changes += [(node, index) for pipeline, index in placed for node in pipeline.primary]
+        places = self.places.changed(changes)
+        return replace(self, pipelines=pipelines, places=places, waiting=nodes[whole:], broken=())
 
 
 def redundant_s(grid: Grid) -> float:
@@ -147,18 +188,16 @@ class Bamboo:
         self._known: dict[tuple[str, int], _Steps | None] = {}
 
     def begin(self, work: Workload, nodes: Sequence[int]) -> Layout | None:
-        return self._built(work, (), nodes, self.depth(work))
+        depth = self.depth(work)
+        return self._built(work, BambooLayout((), depth, Places({}), waiting=tuple(nodes)).rebuilt())
 
-    def _built(
-        self, work: Workload, kept: tuple[Pipeline, ...], nodes: Sequence[int], depth: int
-    ) -> Layout | None:
-        """As many pipelines of `nodes` as they make, beside those that are kept."""
-        more = len(nodes) // depth
-        count, total = len(kept) + more, len(kept) * depth + len(nodes)
-        if count == 0 or total < work.nodes_min or self._steps(work, count, depth) is None:
+    def _built(self, work: Workload, detail: BambooLayout) -> Layout | None:
+        """The layout of `detail`, or None if it cannot run."""
+        count = len(detail.pipelines)
+        nodes = count * detail.depth + len(detail.waiting)
+        if count == 0 or nodes < work.nodes_min or self._steps(work, count, detail.depth) is None:
             return None
-        new = tuple(new_pipeline(tuple(nodes[i * depth : (i + 1) * depth])) for i in range(more))
-        return self._layout(work, BambooLayout(kept + new, tuple(nodes[more * depth :]), None, depth))
+        return self._layout(work, detail)
 
     def depth(self, work: Workload) -> int:
         """Nodes of one pipeline: two at least, and the fewest whose memory holds stages and shadows."""
@@ -200,22 +239,16 @@ class Bamboo:
             return Decision(None, "waits for more nodes", detect_s, returning=returning)
         now: BambooLayout = view.layout.detail
         take = tuple(view.free[: max(0, view.nominal - len(view.held) + len(returning))])
-        waiting = tuple(node for node in now.waiting if node not in lost) + take
-        after = tuple(take_over(pipeline, lost) for pipeline in now.pipelines)
-        whole = tuple(pipeline for pipeline in after if pipeline is not None)
-        if len(whole) < len(after):
-            return self._restart(
-                work, now, lost, waiting, Decision(None, "", detect_s, take=take, returning=returning)
-            )
-        kept = replace(now, pipelines=whole, waiting=waiting)
-        hit = sum(before != pipeline for before, pipeline in zip(now.pipelines, whole, strict=True))
+        decision = Decision(None, "", detect_s, take=take, returning=returning)
+        more = replace(now, waiting=now.waiting + take)
+        after = more.without(lost)
+        if after is None:
+            return self._restart(work, more, lost, decision)
+        hit = len(set(after.broken).difference(now.broken)) or len(lost.difference(now.waiting))
         replay = Stage("replay", self._replay_s(now, fault.step_done) if hit else 0.0)
         reason = f"the shadows of {hit} pipelines take over" if hit else "only waiting nodes were lost"
-        decision = Decision(None, reason, detect_s, (replay,), take=take, returning=returning)
-        why = reconfigures(whole, len(waiting), now.depth)
-        if why is None:
-            return replace(decision, layout=self._layout(work, kept))
-        return self._rebuild(work, kept, decision, why)
+        decision = replace(decision, reason=reason, stages=(replay,))
+        return self._settle(work, after, decision)
 
     def _replay_s(self, now: BambooLayout, step_done: float) -> float:
         """The lost stage's backward passes of the step so far; its forward passes were computed all along."""
@@ -223,27 +256,23 @@ class Bamboo:
             return 0.0
         return step_done * now.grid.micro_batches * (now.grid.recompute_s + now.grid.backward_s)
 
-    def _rebuild(self, work: Workload, now: BambooLayout, decision: Decision, why: str) -> Decision:
-        """New pipelines of nodes of broken ones and of those that wait, at a boundary: nothing is lost."""
-        kept = tuple(pipeline for pipeline in now.pipelines if pipeline.intact)
-        nodes = _nodes((pipeline for pipeline in now.pipelines if not pipeline.intact), now.waiting)
-        layout = self._built(work, kept, nodes, now.depth)
+    def _settle(self, work: Workload, now: BambooLayout, decision: Decision) -> Decision:
+        """Go on as it is, or with new pipelines from the next boundary on, which loses nothing."""
+        why = reconfigures(now.not_intact, len(now.pipelines), len(now.waiting), now.depth)
+        if why is None:
+            return replace(decision, layout=self._layout(work, now))
+        layout = self._built(work, now.rebuilt())
         stages = (*decision.stages, Stage("reconfiguration", self.settings.reconfigure_s))
         reason = f"{decision.reason}; {why}".removeprefix("; ")
         if layout is None:
-            return replace(decision, layout=None, reason=f"{reason}, but {len(nodes)} nodes make no pipeline")
+            return replace(decision, layout=None, reason=f"{reason}, but too few nodes are left")
         return replace(decision, layout=layout, reason=f"{reason}: reconfigures", stages=stages)
 
     def _restart(
-        self,
-        work: Workload,
-        now: BambooLayout,
-        lost: frozenset[int],
-        waiting: tuple[int, ...],
-        decision: Decision,
+        self, work: Workload, now: BambooLayout, lost: frozenset[int], decision: Decision
     ) -> Decision:
         """Fatal: from the checkpoint with all nodes that are left."""
-        nodes = tuple(node for node in _nodes(now.pipelines, ()) if node not in lost) + waiting
+        nodes = tuple(node for node in (*_nodes(now.pipelines), *now.waiting) if node not in lost)
         layout = self.begin(work, nodes)
         stages = (Stage("restart", self.settings.restart_s), Stage("load", read_bytes=work.state_bytes))
         reason = "fatal: a stage and its shadow are lost, restarts from the checkpoint"
@@ -263,11 +292,7 @@ class Bamboo:
             return None
         now: BambooLayout = view.layout.detail
         more = replace(now, waiting=now.waiting + take)
-        why = reconfigures(more.pipelines, len(more.waiting), more.depth)
-        decision = Decision(None, "", take=take)
-        if why is None:
-            return replace(decision, layout=self._layout(work, more), reason="the nodes wait to be needed")
-        return self._rebuild(work, more, decision, why)
+        return self._settle(work, more, Decision(None, "", take=take))
 
     def _layout(self, work: Workload, detail: BambooLayout) -> Layout:
         """The layout of `detail`, whose grid is filled in. Raises `ValueError` if its pipelines cannot
@@ -278,8 +303,9 @@ class Bamboo:
             raise ValueError(
                 f"{len(detail.pipelines)} pipelines of {detail.depth} nodes cannot run {work.name}"
             )
-        nodes = len(detail.pipelines) * detail.depth - sum(pipeline.doubled for pipeline in detail.pipelines)
-        most = max(pipeline.stages_most for pipeline in detail.pipelines)
+        broken = detail.not_intact
+        nodes = len(detail.pipelines) * detail.depth - sum(pipeline.doubled for pipeline in broken)
+        most = max((pipeline.stages_most for pipeline in broken), default=1)
         slower = doubled_factor(steps.grid, most)
         gpus = nodes * work.gpus_per_node
         share = speed(gpus, steps.ideal_s, steps.healthy_s, steps.healthy_s * slower)
@@ -327,6 +353,6 @@ def doubled_factor(grid: Grid | None, most: int) -> float:
     return max(1.0, step_s / grid.step_s)
 
 
-def _nodes(pipelines: Iterable[Pipeline], waiting: tuple[int, ...]) -> tuple[int, ...]:
-    """The live nodes of `pipelines` in the order of their stages, each once, and those that wait."""
-    return (*dict.fromkeys(node for pipeline in pipelines for node in pipeline.primary), *waiting)
+def _nodes(pipelines: Iterable[Pipeline]) -> tuple[int, ...]:
+    """The live nodes of `pipelines` in the order of their stages, each once."""
+    return tuple(dict.fromkeys(node for pipeline in pipelines for node in pipeline.primary))

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -40,16 +41,20 @@ from perdure.core.policies.common import Detection, layout_of
 from perdure.core.policies.oobleck_plan import (
     BestRates,
     Pipelines,
-    Reconfigured,
     Restart,
-    distribute,
     fetches,
+    makespan,
     partitions,
     reconfigure,
 )
 from perdure.core.policies.oobleck_templates import Template, Templates
+from perdure.core.policies.places import Places, spliced
 from perdure.core.policies.work import Profile, Workload
 
+Sizes = tuple[tuple[int, int], ...]
+"""(size, how many pipelines of it), in order."""
+ALL_MATTER = 32
+"""Pipelines up to which all are looked at when one is hit."""
 LISTED_NODES = 24
 """Up to so many nodes every multiset of sizes is compared; beyond it their rates decide."""
 
@@ -101,13 +106,20 @@ class Oobleck:
         self.settings = settings
         self._kits: dict[str, Kit] = {}
         self._spans: dict[str, _Spans] = {}
-        self._steps: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._steps: dict[tuple[str, Sizes], float] = {}
         self._sizes: dict[tuple[str, int], tuple[int, ...] | None] = {}
         self._rates: dict[tuple[str, int], BestRates] = {}
+        self._counted: dict[tuple[str, int], Sizes | None] = {}
 
     def begin(self, work: Workload, nodes: Sequence[int]) -> Layout | None:
         chosen = self.instantiate(work, len(nodes))
-        return None if chosen is None else self._layout(work, _dealt((), nodes, chosen))
+        if chosen is None:
+            return None
+        pipelines, start = [], 0
+        for size in chosen:
+            pipelines.append(tuple(nodes[start : start + size]))
+            start += size
+        return self._layout(work, fleet(pipelines))
 
     def kit(self, work: Workload) -> Kit:
         """Prepared once for a job."""
@@ -136,6 +148,14 @@ class Oobleck:
         if isinstance(event, Offered):
             return self._offer(work, view)
         return None
+
+    def _chosen(self, work: Workload, nodes: int) -> Sizes | None:
+        """`instantiate`, counted by size."""
+        key = (work.name, nodes)
+        if key not in self._counted:
+            found = self.instantiate(work, nodes)
+            self._counted[key] = None if found is None else tuple(sorted(Counter(found).items()))
+        return self._counted[key]
 
     def saving(self, work: Workload, layout: Layout) -> Saving:
         settings = self.settings
@@ -182,32 +202,31 @@ class Oobleck:
             self._rates[key] = BestRates(rates, key[1])
         return self._rates[key].members(nodes, pipelines)
 
-    def step_s(self, work: Workload, chosen: tuple[int, ...]) -> float:
+    def step_s(self, work: Workload, chosen: Iterable[int]) -> float:
         """A step of pipelines of the sizes `chosen`; infinite if the batch is too small for them."""
-        key = (work.name, tuple(sorted(chosen)))
+        return self._step_of(work, tuple(sorted(Counter(chosen).items())))
+
+    def _step_of(self, work: Workload, sizes: Sizes) -> float:
+        key = (work.name, sizes)
         if key not in self._steps:
-            self._steps[key] = self._step_s(work, key[1])
+            self._steps[key] = self._find_step(work, sizes)
         return self._steps[key]
 
-    def _step_s(self, work: Workload, chosen: tuple[int, ...]) -> float:
+    def _find_step(self, work: Workload, sizes: Sizes) -> float:
         kit, profile = self.kit(work), work.profile
         if kit.templates is None or profile is None:
-            return work.ideal_step_s(sum(chosen))
-        found = {size: kit.templates.template(size) for size in set(chosen)}
-        templates = {size: template for size, template in found.items() if template is not None}
-        if len(templates) < len(found):
-            return math.inf
-        fill = {size: template.fill_s for size, template in templates.items()}
-        slowest = {size: template.slowest_s for size, template in templates.items()}
-        shares = distribute(kit.micro_batches, [fill[n] for n in chosen], [slowest[n] for n in chosen])
-        if shares is None:
-            return math.inf
-        # Of pipelines of one size the one with the largest share is last.
-        largest = dict(sorted(zip(chosen, shares, strict=True)))
-        latency_s = max(templates[size].latency_s(share) for size, share in largest.items())
-        spans = [len(t.layers_of(node)) for t in templates.values() for node in range(t.nodes)]
-        gradients = 2 * profile.parameters_per_layer * max(spans)
-        return latency_s + profile.all_reduce_s(gradients, len(chosen), work.node_bytes_s)
+            return work.ideal_step_s(sum(size * count for size, count in sizes))
+        groups, most = [], 0
+        for size, count in sizes:
+            template = kit.templates.template(size)
+            if template is None:
+                return math.inf
+            groups.append((count, template.fill_s, template.slowest_s))
+            most = max(most, *(len(template.layers_of(node)) for node in range(size)))
+        latency_s = makespan(kit.micro_batches, groups)
+        gradients = 2 * profile.parameters_per_layer * most
+        members = sum(count for _, count in sizes)
+        return latency_s + profile.all_reduce_s(gradients, members, work.node_bytes_s)
 
     def _lose(self, work: Workload, view: View, fault: Fault) -> Decision:
         settings = self.settings
@@ -216,25 +235,28 @@ class Oobleck:
         returning = () if fault.severity == 1 else tuple((node, settings.rejoin_s) for node in fault.nodes)
         if view.layout is None:
             return Decision(None, "waits for more nodes", detect_s, returning=returning)
-        kit = self.kit(work)
-        span, copies = self._layers_of(work), settings.tolerates + 1
-        found = reconfigure(view.layout.detail, lost, kit.least, span, kit.layers, copies)
+        decision = Decision(None, "", detect_s, returning=returning)
+        now: Fleet = view.layout.detail
+        kit, span = self.kit(work), self._layers_of(work)
+        gaps = now.touched(lost, kit.least)
+        part = tuple(now.pipelines[index] for index in gaps)
+        # Where only a part is looked at there are pipelines enough besides.
+        copies = settings.tolerates + 1 if len(gaps) == len(now.pipelines) else 1
+        found = reconfigure(part, now.members(lost), kit.least, span, kit.layers, copies)
         if isinstance(found, Restart):
-            return self._restart(
-                work, view, lost, Decision(None, found.reason, detect_s, returning=returning)
-            )
-        layout = self._layout(work, found.pipelines)
+            return self._restart(work, now, lost, replace(decision, reason=found.reason))
+        after = now.replaced(gaps, found.pipelines)
+        layout = self._layout(work, after)
         if layout is None:
-            reason = f"{len(found.pipelines)} pipelines are too many for the batch"
-            return self._restart(work, view, lost, Decision(None, reason, detect_s, returning=returning))
-        stages = self._reconfiguration(work, found)
+            reason = f"{len(after.pipelines)} pipelines cannot run it"
+            return self._restart(work, now, lost, replace(decision, reason=reason))
+        stages = self._reconfiguration(work, found.fetches)
         reason = "; ".join(found.steps[:3]) or "no pipeline was hit"
-        return Decision(layout, reason, detect_s, stages, Lost.STEP, returning=returning)
+        return replace(decision, layout=layout, reason=reason, stages=stages, lost=Lost.STEP)
 
-    def _restart(self, work: Workload, view: View, lost: frozenset[int], decision: Decision) -> Decision:
+    def _restart(self, work: Workload, now: Fleet, lost: frozenset[int], decision: Decision) -> Decision:
         """From the checkpoint, on pipelines of all survivors."""
-        assert view.layout is not None  # only a running job restarts
-        nodes = tuple(node for pipeline in view.layout.detail for node in pipeline if node not in lost)
+        nodes = tuple(node for pipeline in now.pipelines for node in pipeline if node not in lost)
         layout = self.begin(work, nodes)
         if layout is None:
             return replace(decision, reason=f"{decision.reason}: waits", lost=Lost.CHECKPOINT)
@@ -250,19 +272,23 @@ class Oobleck:
             return Decision(layout, "enough nodes again", stages=self._fresh(work), take=take)
         if not take:
             return None
-        before: Pipelines = view.layout.detail
-        chosen = self.instantiate(work, sum(map(len, before)) + len(take))
-        layout = None if chosen is None else self._layout(work, _dealt(before, take, chosen))
-        if layout is None or layout.speed.step_s >= view.layout.speed.step_s:
+        now: Fleet = view.layout.detail
+        chosen = self._chosen(work, now.nodes + len(take))
+        planned = None if chosen is None else self._layout(work, Fleet((), now.places, chosen))
+        if chosen is None or planned is None or planned.speed.step_s >= view.layout.speed.step_s:
             return None
-        moved = Reconfigured(layout.detail, (), fetches(before, layout.detail, self._layers_of(work)))
-        reason = f"{len(take)} nodes more: {len(layout.detail)} pipelines are instantiated"
-        return Decision(layout, reason, stages=self._reconfiguration(work, moved), take=take)
+        gaps, new = now.dealt(take, chosen)
+        layout = replace(planned, detail=now.replaced(gaps, new))
+        part = tuple(now.pipelines[index] for index in gaps)
+        stages = self._reconfiguration(work, fetches(part, tuple(new), self._layers_of(work)))
+        reason = f"{len(take)} nodes more: {len(layout.detail.pipelines)} pipelines are instantiated"
+        return Decision(layout, reason, stages=stages, take=take)
 
-    def _reconfiguration(self, work: Workload, change: Reconfigured) -> tuple[Stage, ...]:
+    def _reconfiguration(self, work: Workload, missing: dict[int, tuple[int, ...]]) -> tuple[Stage, ...]:
+        """Regrouping, and the copy of what the node that lacks most lacks: all copy at the same time."""
         if self.settings.reconfigure_s is not None:
             return (Stage("reconfiguration", self.settings.reconfigure_s),)
-        layers = max((len(wanted) for wanted in change.fetches.values()), default=0)
+        layers = max((len(wanted) for wanted in missing.values()), default=0)
         copied = work.state_bytes / self.kit(work).layers * layers
         return (Stage("regroup", self.settings.regroup_s), Stage("copy", copied / work.node_bytes_s))
 
@@ -275,19 +301,102 @@ class Oobleck:
             self._spans[work.name] = _Spans(kit.templates, kit.layers)
         return self._spans[work.name]
 
-    def _layout(self, work: Workload, pipelines: Pipelines) -> Layout | None:
-        chosen = tuple(sorted(map(len, pipelines)))
-        nodes = sum(chosen)
+    def _layout(self, work: Workload, now: Fleet) -> Layout | None:
+        nodes = now.nodes
         if nodes < work.nodes_min:
             return None
         if work.name in self.settings.measured:
-            return self.settings.measured_layout(work, nodes, pipelines)
-        step_s = self.step_s(work, chosen)
+            return self.settings.measured_layout(work, nodes, now)
+        step_s = self._step_of(work, now.sizes)
         if not math.isfinite(step_s):
             return None
-        best = self.instantiate(work, nodes)
-        healthy_s = step_s if best is None else min(step_s, self.step_s(work, best))
-        return layout_of(work, nodes, nodes * work.gpus_per_node, healthy_s, step_s, pipelines)
+        best = self._chosen(work, nodes)
+        healthy_s = step_s if best is None else min(step_s, self._step_of(work, best))
+        return layout_of(work, nodes, nodes * work.gpus_per_node, healthy_s, step_s, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The pipelines of a job, which of them each node is in, and how many there are of each size."""
+
+    pipelines: Pipelines
+    places: Places
+    sizes: Sizes
+
+    @property
+    def nodes(self) -> int:
+        """All nodes in pipelines."""
+        return sum(size * count for size, count in self.sizes)
+
+    def members(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Those of `nodes` that are in a pipeline."""
+        return frozenset(node for node in nodes if self.places.get(node) is not None)
+
+    def touched(self, lost: frozenset[int], least: int) -> tuple[int, ...]:
+        """The pipelines that matter when `lost` are lost: those that are hit, the largest, which may lend.
+
+        One more stands for all the others, as a holder of every layer and to be merged with. In small fleets
+        all matter.
+        """
+        hit = {index for node in lost if (index := self.places.get(node)) is not None}
+        count = len(self.pipelines)
+        if count <= ALL_MATTER:
+            return tuple(range(count))
+        rest = {index: sum(node not in lost for node in self.pipelines[index]) for index in hit}
+        short = sum(least - left for left in rest.values() if 0 < left < least)
+        chosen = set(hit)
+        if short and self.sizes[-1][0] > least:
+            chosen.update(self._largest(short + len(hit), least))
+        chosen.add(next(index for index in range(count) if index not in hit))
+        return tuple(sorted(chosen))
+
+    def _largest(self, wanted: int, above: int) -> list[int]:
+        """`wanted` of the largest pipelines with more than `above` nodes, or all that there are."""
+        found: list[int] = []
+        for size, _ in reversed(self.sizes):
+            if size <= above or len(found) >= wanted:
+                break
+            of_size = (index for index, pipeline in enumerate(self.pipelines) if len(pipeline) == size)
+            found.extend(islice(of_size, wanted - len(found)))
+        return found
+
+    def replaced(self, gaps: Sequence[int], new: Sequence[tuple[int, ...]]) -> Fleet:
+        """The fleet with other pipelines in the place of some."""
+        gone = [self.pipelines[index] for index in gaps]
+        pipelines, placed = spliced(self.pipelines, gaps, new)
+        changes: dict[int, int | None] = {node: None for pipeline in gone for node in pipeline}
+        changes.update((node, index) for pipeline, index in placed for node in pipeline)
+        counts = Counter(dict(self.sizes))
+        counts.subtract(map(len, gone))
+        counts.update(map(len, new))
+        sizes = tuple(sorted((size, count) for size, count in counts.items() if count))
+        return Fleet(pipelines, self.places.changed(changes.items()), sizes)
+
+    def dealt(self, more: Sequence[int], chosen: Sizes) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+        """Which pipelines to take apart and which to make of their nodes and `more`, to be of sizes
+        `chosen`.
+        """
+        have, wanted = Counter(dict(self.sizes)), Counter(dict(chosen))
+        surplus, missing = have - wanted, wanted - have
+        gaps = []
+        for index, pipeline in enumerate(self.pipelines):
+            if not surplus:
+                break
+            if surplus[len(pipeline)] > 0:
+                surplus -= Counter((len(pipeline),))
+                gaps.append(index)
+        pool = [node for index in gaps for node in self.pipelines[index]] + list(more)
+        new, start = [], 0
+        for size in sorted(missing.elements(), reverse=True):
+            new.append(tuple(pool[start : start + size]))
+            start += size
+        return tuple(gaps), new
+
+
+def fleet(pipelines: Sequence[tuple[int, ...]]) -> Fleet:
+    """The fleet of these pipelines."""
+    places = Places({node: index for index, pipeline in enumerate(pipelines) for node in pipeline})
+    return Fleet(tuple(pipelines), places, tuple(sorted(Counter(map(len, pipelines)).items())))
 
 
 class _Spans:
@@ -318,23 +427,3 @@ def _layer_seconds(profile: Profile, samples: int) -> dict[int, Sequence[float]]
             found[gpus] = (one.forward_s + one.backward_s,) * profile.layers
         gpus *= 2
     return found
-
-
-def _dealt(before: Pipelines, more: Sequence[int], chosen: tuple[int, ...]) -> Pipelines:
-    """Pipelines of sizes `chosen`: those of `before` that fit stay, other nodes fill the rest in order."""
-    have, wanted = Counter(map(len, before)), Counter(chosen)
-    surplus = have - wanted
-    kept: list[tuple[int, ...]] = []
-    pool: list[int] = []
-    for pipeline in before:
-        if surplus and surplus[len(pipeline)] > 0:
-            surplus[len(pipeline)] -= 1
-            pool.extend(pipeline)
-        else:
-            kept.append(pipeline)
-    pool.extend(more)
-    start = 0
-    for size in sorted((wanted - have).elements(), reverse=True):
-        kept.append(tuple(pool[start : start + size]))
-        start += size
-    return tuple(kept)

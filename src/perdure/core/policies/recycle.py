@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from perdure.core.policies.base import (
@@ -38,6 +38,7 @@ from perdure.core.policies.base import (
 )
 from perdure.core.policies.common import Detection, layout_of, plain_layout
 from perdure.core.policies.pipeline import Grid, grids
+from perdure.core.policies.places import Places
 from perdure.core.policies.work import Workload
 
 HOLE = -1
@@ -45,19 +46,16 @@ HOLE = -1
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Who works where: `nodes[d·P + s]` is the node of stage s of pipeline d, or `HOLE`.
+    """Who works where: place d·P + s is stage s of pipeline d.
 
-    `holes` are the places that are empty; `extra` nodes wait.
+    `holes` are the places that are empty, in order; `extra` nodes wait.
     """
 
-    nodes: tuple[int, ...]
+    places: Places
     depth: int
+    data: int
     extra: tuple[int, ...] = ()
     holes: tuple[int, ...] = ()
-
-    @property
-    def data(self) -> int:
-        return len(self.nodes) // self.depth
 
     @property
     def peers_least(self) -> int:
@@ -66,31 +64,49 @@ class Slots:
         return self.data - max(missing.values(), default=0)
 
     @property
+    def size(self) -> int:
+        """All places."""
+        return self.data * self.depth
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node in each place, or `HOLE`. O(nodes)."""
+        found = [HOLE] * self.size
+        for node, place in self.places.items():
+            found[place] = node
+        return tuple(found)
+
+    @property
     def live(self) -> tuple[int, ...]:
-        """All nodes, those that wait last."""
+        """All nodes, those that wait last. O(nodes)."""
         return tuple(node for node in self.nodes if node != HOLE) + self.extra
 
     def without(self, lost: frozenset[int]) -> Slots:
         """A hole wherever a lost node was; waiting nodes fill holes."""
         extra = tuple(node for node in self.extra if node not in lost)
-        gone = lost.difference(self.extra)
+        found = {node: self.places.get(node) for node in lost}
+        gone = sorted(place for place in found.values() if place is not None)
         if not gone:
-            return Slots(self.nodes, self.depth, extra, self.holes)
-        nodes, places = list(self.nodes), [self.nodes.index(node) for node in gone]
-        for place in places:
-            nodes[place] = HOLE
-        return Slots(tuple(nodes), self.depth, extra, tuple(sorted((*self.holes, *places)))).filled()
+            return replace(self, extra=extra)
+        places = self.places.changed((node, None) for node in found)
+        holes = tuple(sorted((*self.holes, *gone)))
+        return replace(self, places=places, extra=extra, holes=holes).filled()
 
     def filled(self, more: tuple[int, ...] = ()) -> Slots:
         """Waiting nodes, `more` first, put into holes, the first hole first."""
         waiting = (*more, *self.extra)
         count = min(len(waiting), len(self.holes))
         if count == 0:
-            return Slots(self.nodes, self.depth, waiting, self.holes)
-        nodes = list(self.nodes)
-        for place, node in zip(self.holes[:count], waiting[:count], strict=True):
-            nodes[place] = node
-        return Slots(tuple(nodes), self.depth, waiting[count:], self.holes[count:])
+            return replace(self, extra=waiting)
+        places = self.places.changed(zip(waiting[:count], self.holes[:count], strict=True))
+        return replace(self, places=places, extra=waiting[count:], holes=self.holes[count:])
+
+
+def laid_out(nodes: Sequence[int], depth: int) -> Slots:
+    """Whole pipelines of `depth` of `nodes`, in order; what is left waits."""
+    count = len(nodes) // depth * depth
+    places = Places({node: place for place, node in enumerate(nodes[:count])})
+    return Slots(places, depth, count // depth, tuple(nodes[count:]))
 
 
 def rerouted_step_s(grid: Grid, peers_least: int) -> float:
@@ -129,9 +145,7 @@ class Recycle:
         depth = self.depth(work, len(nodes))
         if depth is None:
             return None
-        count = len(nodes) // depth * depth
-        slots = Slots(tuple(nodes[:count]), depth, tuple(nodes[count:]))
-        return self._layout(work, slots)
+        return self._layout(work, laid_out(nodes, depth))
 
     def depth(self, work: Workload, nodes: int) -> int | None:
         """The depth with the shortest intact step, two pipelines or more if there are nodes for two.
@@ -173,7 +187,7 @@ class Recycle:
             return Decision(None, "waits for more nodes", detect_s, returning=returning)
         take = tuple(view.free[: max(0, view.nominal - len(view.held) + len(returning))])
         before: Slots = view.layout.detail
-        after = Slots(before.nodes, before.depth, before.extra + take, before.holes).without(lost)
+        after = replace(before, extra=before.extra + take).without(lost)
         placed = len(lost.union(before.extra, take)) - len(lost) > len(after.extra)
         if after.peers_least > 0:
             stages = (Stage("reroute", settings.reroute_s), self._copy(work, after, placed))
@@ -223,7 +237,7 @@ class Recycle:
         return Stage("copy", work.state_bytes / slots.depth / work.node_bytes_s if placed else 0.0)
 
     def _layout(self, work: Workload, slots: Slots) -> Layout | None:
-        live = len(slots.nodes) - len(slots.holes)
+        live = slots.size - len(slots.holes)
         least = slots.peers_least
         gpus = live * work.gpus_per_node
         if live < work.nodes_min:
@@ -231,16 +245,16 @@ class Recycle:
         if work.name in self.settings.measured:
             return self.settings.measured_layout(work, live, slots)
         if work.profile is None:
-            intact = plain_layout(work, len(slots.nodes))
+            intact = plain_layout(work, slots.size)
             if intact is None:
                 return None
             step_s = intact.speed.step_s * slots.data / least
-            return layout_of(work, live, gpus, intact.speed.step_s * len(slots.nodes) / live, step_s, slots)
+            return layout_of(work, live, gpus, intact.speed.step_s * slots.size / live, step_s, slots)
         grid = self._grid(work, slots.data, slots.depth)
         if grid is None:
             return None
         # What fewer GPUs must take anyway is no degradation: the intact step is stretched to the live ones.
-        healthy_s = grid.step_s * len(slots.nodes) / live
+        healthy_s = grid.step_s * slots.size / live
         step_s = rerouted_step_s(grid, least)
         return layout_of(work, live, gpus, min(healthy_s, step_s), step_s, slots)
 
