@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--no-exact", action="store_true")
+    parser.add_argument("--pace-ms", type=float, default=0, help="added to each micro-batch")
+    parser.add_argument("--unprotected", action="store_true", help="a counter that nobody heals")
     parser.add_argument("--kill", default="", metavar="STEP:MICRO_BATCH", help="SIGKILL before its backward")
     parser.add_argument("--raise", dest="raises", default="", metavar="STEP", help="in its commit")
     parser.add_argument("--break", dest="breaks", type=int, default=-1, metavar="STEP", help="after it")
     parser.add_argument("--evaluate", action="store_true", help="after each step")
-    parser.add_argument("--print-values", action="store_true", help="of evaluations")
+    parser.add_argument("--print-values", action="store_true", help="losses, evaluations, peak memory")
     parser.add_argument("--kill-evaluation", type=int, default=-1, metavar="SAMPLE", help="when it comes")
     parser.add_argument("--save", type=Path, help="job.save after each step")
     parser.add_argument("--kill-save", type=int, default=-1, metavar="STEP", help="while writing")
@@ -51,6 +54,12 @@ def strike(notes: Path, name: str) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def memory(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def kill(notes: Path, name: str) -> None:
@@ -79,8 +88,12 @@ def train(args: argparse.Namespace) -> None:
         loss, _ = parts.loss(batch)
         return {"error": float(loss), "drawn": float(torch.rand(()))}, len(batch[0])
 
+    counter = 0
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     for step in job.steps(batches, until=args.steps):
         for batch in step:
+            time.sleep(args.pace_ms / 1000)
             shares.write(step.index, step.micro_batch, ",".join(map(str, step.sample_ids)))
             loss, weight = parts.loss(batch)
             if args.kill == f"{step.index}:{step.micro_batch}":
@@ -93,9 +106,14 @@ def train(args: argparse.Namespace) -> None:
             else:
                 step.backward(loss, weight=weight)
         parts.commit()
+        if args.unprotected:
+            counter += 1
+            _drift(parts.protected["model"], counter)
         if args.raises == str(step.index) and strike(args.notes, "commit"):
             raise ValueError("once, in the commit")
         step.log(pid=os.getpid(), rate=torch.tensor(0.5))
+        if args.print_values:
+            print("loss", step.loss)
         if args.evaluate:
             values = job.evaluate(judge, validation)
             step.log(**values)
@@ -108,6 +126,8 @@ def train(args: argparse.Namespace) -> None:
         notes.write(step.index, state_digest(parts.protected))
         if args.breaks == step.index:
             break
+    if args.print_values:
+        print("grew", memory("VmHWM") - before)
     print(f"tail of {os.getpid()}, leader {job.leader}", flush=True)
     if args.tail and strike(args.notes, "tail"):
         if args.tail == "raise":
@@ -115,6 +135,12 @@ def train(args: argparse.Namespace) -> None:
         if args.tail == "exit":
             sys.exit(9)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@torch.no_grad()
+def _drift(model: torch.nn.Module, counter: int) -> None:
+    for parameter in model.parameters():
+        parameter.add_(1e-3 * counter)
 
 
 def _kill_while_writing(notes: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,7 +136,61 @@ def _averaged(seed: int) -> Parts:
     return Parts(protected, Numbers(50, noise=True), loss, commit)
 
 
+class Flaky(Numbers):
+    """Sample 142 cannot be read while a file `broken` is there; a file `loose` it takes away by that."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        if index == 142:
+            with contextlib.suppress(FileNotFoundError):
+                Path("loose").unlink()
+                raise OSError("sample 142 could not be read")
+            if Path("broken").exists():
+                raise OSError("sample 142 could not be read")
+        return super().__getitem__(index)
+
+
+def _flaky(seed: int) -> Parts:
+    """An error in the data set."""
+    torch.manual_seed(seed)
+    model = nn.Linear(12, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(batch: Any) -> Weighted:
+        x, y, _ = batch
+        return F.mse_loss(model(x), y), 1
+
+    def commit() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Parts({"model": model, "optimizer": optimizer}, Flaky(), loss, commit)
+
+
+WIDE = 1024 * 1024 + 12 * 1024 + 2 * 1024 + 1024 + 1
+"""Parameters of the task `wide`."""
+
+
+def _wide(seed: int) -> Parts:
+    """Enough parameters for a gradient to be seen in the memory of a process."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(12, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss(batch: Any) -> Weighted:
+        x, y, _ = batch
+        return F.mse_loss(model(x), y), 1
+
+    def commit() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, commit)
+
+
 TASKS = {
+    "wide": Task(_wide),
+    "flaky": Task(_flaky),
     "tied": Task(_tied),
     "several_losses": Task(lambda seed: _several_losses(seed, uneven=False)),
     "uneven_losses": Task(lambda seed: _several_losses(seed, uneven=True)),

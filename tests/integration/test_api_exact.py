@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -62,10 +66,47 @@ def test_more_than_32_blocks_with_two_workers(tmp_path: Path) -> None:
     expect(tmp_path, judged("many_blocks", steps=2, blocks=40))
 
 
-def test_without_exactness_replicas_agree_and_losses_are_close(tmp_path: Path) -> None:
+def test_without_exactness_replicas_agree_losses_are_close_and_less_memory_is_used(tmp_path: Path) -> None:
+    words = ["wide", "--blocks", 8, "--steps", STEPS, "--print-values"]
     launched = run(
-        tmp_path, SCRIPT, "gpt", "--notes", tmp_path, "--blocks", 4, "--steps", STEPS, "--no-exact",
-        "--kill", "2:3", options=["--nproc-per-node", 3],
+        tmp_path, SCRIPT, *words, "--notes", tmp_path, "--no-exact", "--kill", "2:5",
+        options=["--nproc-per-node", 3, "--checkpoint-every", 0],
     )  # fmt: skip
     assert launched.steps() == list(range(STEPS))
-    assert all(len(found) == 1 for found in digests(tmp_path).values())
+    agreed = digests(tmp_path)
+    assert all(len(found) == 1 for found in agreed.values())
+    exact = alone(tmp_path / "exact", *words)
+    piled = alone(tmp_path / "piled", *words, "--no-exact")
+    assert exact.digests == judged("wide", blocks=8)
+    assert {step: found.pop() for step, found in agreed.items()} != exact.digests
+    assert [line["loss"] for line in launched.metrics()] == pytest.approx(exact.losses, rel=1e-4)
+    gradient = 4 * edge_tasks.WIDE
+    assert exact.grew - piled.grew > 6 * gradient, "one gradient instead of eight"
+
+
+MEASURABLE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+"""With a fixed threshold a tensor's memory goes back to the system when it is freed."""
+
+
+@dataclass
+class Alone:
+    """What a script that ran without a launcher noted and printed."""
+
+    digests: dict[int, str]
+    losses: list[float]
+    grew: int
+
+
+def alone(notes: Path, *words: object) -> Alone:
+    notes.mkdir()
+    command = [sys.executable, SCRIPT, *words, "--notes", notes]
+    printed = subprocess.run(
+        list(map(str, command)), env={**os.environ, **MEASURABLE}, capture_output=True, text=True,
+        check=True, timeout=120,
+    ).stdout.splitlines()  # fmt: skip
+    said = [line.split() for line in printed]
+    return Alone(
+        {step: found.pop() for step, found in digests(notes).items()},
+        [float(words[1]) for words in said if words[0] == "loss"],
+        next(int(words[1]) for words in said if words[0] == "grew"),
+    )

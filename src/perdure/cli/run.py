@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         args.run_dir or Path("perdure-runs") / f"{Path(args.script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     terminal = Terminal()
-    launch = Launch(args, run_dir.absolute(), least, terminal)
+    launch = Launch(args, run_dir.absolute(), least, most, terminal)
     try:
         return asyncio.run(launch.run())
     finally:
@@ -114,6 +114,7 @@ class Launch:
     args: argparse.Namespace
     run_dir: Path
     min_nodes: int
+    max_nodes: int
     terminal: Terminal
 
     async def run(self) -> int:
@@ -143,6 +144,7 @@ class Launch:
             incarnation=kept.incarnation,
             home_node=node,
             min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
             max_failures=args.max_failures,
             checkpoint_every=args.checkpoint_every,
             digest_every=args.digest_every,

@@ -236,6 +236,8 @@ class Server:
                     self._start_worker(action)
                 case core.Kill(worker, signum):
                     self._to_node_of(worker, msg.StopWorker(worker, signum))
+                case core.TurnAway(node, text):
+                    self._agents.pop(node).write(encode(msg.EndAgent(UsageError.exit_code, text)))
                 case core.Event(name, fields):
                     self._run_dir.event(name, fields)
                 case core.WriteRecord(record):

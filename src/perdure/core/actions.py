@@ -41,6 +41,14 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class TurnAway:
+    """There is no place for this node: end its agent, and say why."""
+
+    node: str
+    message: str
+
+
+@dataclass(frozen=True)
 class Event:
     """A line of events.jsonl."""
 
@@ -100,6 +108,6 @@ class End:
 
 
 Action = (
-    Send | Start | Kill | Event | WriteRecord | PublishCheckpoint | Discard | PublishSave | Persist
+    Send | Start | Kill | TurnAway | Event | WriteRecord | PublishCheckpoint | Discard | PublishSave | Persist
     | Say | End
 )  # fmt: skip

@@ -44,6 +44,7 @@ class Deadlines:
             if worker.crashed_at is not None and now - worker.crashed_at > LINGER_S:
                 worker.crashed_at = None
                 self._office.kill(worker.id)
+        self._deaths.give_up_missing(now)
         self._opening(now)
         self._connections(now)
 

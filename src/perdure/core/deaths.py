@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from perdure.core.failures import Death, Decision
+from perdure.core.heals import CAUSE
 from perdure.core.office import Office
 from perdure.core.plain import PlainScript
 from perdure.core.saving import Saving
@@ -18,6 +19,9 @@ from perdure.core.staff import Node, Worker
 from perdure.core.waste import Doing
 from perdure.schema import messages as msg
 from perdure.schema.ids import WorkerId
+
+MISSING_S = 1.0
+"""How a missing worker ended is told in the moment after its agent came back, if at all."""
 
 IDLE = ("script", "heal", "wait")
 """Phases in which a worker has begun nothing of a step."""
@@ -30,6 +34,8 @@ class Deaths:
         self._office = office
         self._saving = saving
         self._plain = plain
+        self._missing: dict[WorkerId, tuple[Worker, float]] = {}
+        self._accounted: set[WorkerId] = set()
 
     def exited(self, worker: Worker, exited: msg.WorkerExited, now: float) -> None:
         """A worker process is gone; it is not among the staff any more."""
@@ -42,7 +48,7 @@ class Deaths:
         elif worker.released and (clean or office.exit_code):
             office.membership.forget(worker.id)
             office.staff.done.add((worker.node, worker.slot))
-        elif self._plain.is_plain(worker):
+        elif self._plain.is_plain():
             if clean:
                 self._plain.finished(worker)
             elif not self._stops(worker, _death(worker, exited), exited, self._plain.lasted(now)):
@@ -82,6 +88,7 @@ class Deaths:
         office.say(f"node {node.name} is lost")
         for worker in office.staff.on(node.name):
             del office.staff.workers[worker.id]
+            self._accounted.add(worker.id)
             self._put_down(worker.id)
             death = Death("node", None, None, message=f"node {node.name} is out of reach")
             decision = self._decide(worker, death, "lease", now - (node.lost_at or now), worker.ready)
@@ -94,25 +101,56 @@ class Deaths:
         self._saving.save_again()
 
     def vanished(self, worker: Worker, now: float) -> None:
-        """An agent that said hello again does not have this worker any more."""
+        """An agent that said hello again does not have this worker any more: how it ended may be told yet."""
         del self._office.staff.workers[worker.id]
         self._put_down(worker.id)
         self._lost(worker.id, now)
+        if not worker.stopped:
+            self._missing[worker.id] = (worker, now)
+
+    def exited_unseen(self, exited: msg.WorkerExited, now: float) -> None:
+        """The exit of a worker that is not among the staff."""
+        if exited.worker in self._missing:
+            worker, _ = self._missing.pop(exited.worker)
+            self.exited(worker, exited, now)
+        elif exited.worker not in self._accounted and exited.exit_code != 0 and self._office.phase != "over":
+            # It ended while no coordinator was there: nobody knows whether it had reached its first step.
+            unknown = Worker(exited.worker, "", -1, joined=True)
+            self._stops(unknown, _death(unknown, exited), exited, ready=True)
+
+    def give_up_missing(self, now: float) -> None:
+        """Nothing was told of these in time: they ended, it is not known how."""
+        for worker, since in list(self._missing.values()):
+            if now - since > MISSING_S:
+                del self._missing[worker.id]
+                self._accounted.add(worker.id)
+                death = Death("node", None, None, message="it was gone when its node came back")
+                self._stops(worker, death, None, worker.ready)
 
     def outvoted(self, digests: Mapping[WorkerId, str], when: str, now: float) -> bool:
-        """P8: those whose state is not the majority's are ended; true if there are such."""
+        """P8: those whose state is not the majority's are ended; true if there are such.
+
+        Joiners that differ twice in a row end the run instead (E14).
+        """
+        office = self._office
         counts = [(list(digests.values()).count(d), -w, w) for w, d in digests.items()]
         right = digests[max(counts)[2]]
         wrong = [w for w, d in digests.items() if d != right]
+        death = Death("corrupt", None, None, message=f"its state {when} differs from the others'")
+        if wrong and office.heals.refuted(wrong):
+            for who in [office.staff.workers[w] for w in wrong if w in office.staff.workers]:
+                self._tell(who, death, "digest", 0.0, Decision("SEV2", "stop", 1, CAUSE))
+            office.end(1, CAUSE)
+            return True
         for w in wrong:
-            text = f"its state {when} differs from the others'"
-            self.fault(w, Death("corrupt", None, None, message=text), "digest", now)
+            self.fault(w, death, "digest", now)
         return bool(wrong)
 
     def _stops(self, worker: Worker, death: Death, exited: msg.WorkerExited | None, ready: bool) -> bool:
         """Judge a death; true if it ended the run, its traceback shown first."""
-        detected_by = "exception" if death.exception else "pidfd"
-        decision = self._decide(worker, death, detected_by, exited.detect_s if exited else 0.0, ready)
+        detected_by = "exception" if death.exception else "lease" if death.kind == "node" else "pidfd"
+        detect_s = exited.detect_s if exited else 0.0
+        decision = self._decide(worker, death, detected_by, detect_s, ready)
         if decision.action != "stop":
             return False
         tail = exited.tail if exited else ""
@@ -124,6 +162,13 @@ class Deaths:
     def _decide(
         self, worker: Worker, death: Death, detected_by: str, detect_s: float, ready: bool
     ) -> Decision:
+        decision = self._office.failures.judge(death, ready, self._office.in_training)
+        self._tell(worker, death, detected_by, detect_s, decision)
+        return decision
+
+    def _tell(
+        self, worker: Worker, death: Death, detected_by: str, detect_s: float, decision: Decision
+    ) -> None:
         event = self._office.event
         event(
             "fault_detected",
@@ -137,7 +182,6 @@ class Deaths:
             message=death.message,
             traceback=worker.crash.traceback if worker.crash else "",
         )
-        decision = self._office.failures.judge(death, ready)
         event(
             "fault_decided",
             worker=worker.id,
@@ -148,9 +192,9 @@ class Deaths:
         )
         if decision.exit_code == 3:
             event("given_up", message=decision.message)
-        return decision
 
     def _replace(self, worker: Worker, now: float, doing: Doing | None) -> None:
+        self._office.hire_from = now + self._office.failures.pause_s
         if self._office.phase == "released":
             self._saving.tail_crashed(worker)
             return
@@ -163,6 +207,7 @@ class Deaths:
     def _put_down(self, worker: WorkerId) -> None:
         """What a dead worker had in hand is somebody else's."""
         self._office.carry_tasks(self._office.tasks.lost(worker))
+        self._office.heals.lost(worker)
         self._saving.lost(worker)
 
 

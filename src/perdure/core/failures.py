@@ -15,6 +15,11 @@ LOOP_LIMIT = 3
 """So many deaths in a row at start-up, with nothing reached in between, are a crash loop."""
 
 
+PAUSE_S = 0.05
+PAUSE_S_MAX = 10.0
+"""A worker that could not start is followed by another after a pause that doubles from here to there."""
+
+
 @dataclass(frozen=True)
 class Death:
     """How a worker ended. `where` is the innermost line of the user's code, empty without an exception."""
@@ -54,6 +59,12 @@ class Failures:
         self._since_progress: set[tuple[str, str]] = set()
         self._at_start = 0
         self._last_at_start: tuple[str, str] | None = None
+        self._started_in_vain = 0
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before another worker is started: longer with each that ended at start-up."""
+        return min(PAUSE_S * 2 ** (self._started_in_vain - 1), PAUSE_S_MAX) if self._started_in_vain else 0.0
 
     def progress(self) -> None:
         """A step was committed: earlier errors are over."""
@@ -62,11 +73,16 @@ class Failures:
 
     def reached_first_step(self) -> None:
         """Some worker got through its start-up."""
-        self._at_start = 0
+        self._at_start = self._started_in_vain = 0
 
-    def judge(self, death: Death, reached_first_step: bool) -> Decision:
-        """Decide what a death means; counts it."""
+    def judge(self, death: Death, reached_first_step: bool, in_training: bool = False) -> Decision:
+        """Decide what a death means; counts it.
+
+        With others `in_training` a start-up that fails again and again is no crash loop of the job.
+        """
         self.count += 1
+        if not reached_first_step and death.kind != "node":
+            self._started_in_vain += 1
         if death.refused:
             return Decision("SEV2", "stop", death.exit_code or 4, death.message)
         repeated = bool(death.exception) and death.signature in self._since_progress
@@ -78,7 +94,7 @@ class Failures:
                 1,
                 f"{death.exception} at {death.where} again without progress: an error of the script",
             )
-        if not reached_first_step and death.kind != "node":
+        if not reached_first_step and death.kind != "node" and not in_training:
             self._at_start = self._at_start + 1 if death.signature == self._last_at_start else 1
             self._last_at_start = death.signature
             if self._at_start >= LOOP_LIMIT:

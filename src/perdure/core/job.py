@@ -36,6 +36,7 @@ from perdure.core.actions import (
     Say,
     Send,
     Start,
+    TurnAway,
     WriteRecord,
 )
 from perdure.core.deadlines import Deadlines
@@ -62,6 +63,10 @@ REST_SHARE = 0.25
 """A joiner whose healing lasts longer than this share of a step computes nothing in its first."""
 
 
+ALL_LOST = "every worker was lost before the state could be saved"
+"""A stop that came between a total loss and the start after it."""
+
+
 class Job:
     """The coordinator's state machine for one job."""
 
@@ -86,6 +91,7 @@ class Job:
         self._deadlines = Deadlines(self._office, self._deaths)
         self._stopping = 0
         self._restoring: WorkerId | None = None
+        self._warned = False
         self._saves: dict[msg.SaveRequest, str | None] = {}
         self._blocks = settings.blocks
         self._rejoin_until: float | None = None
@@ -126,6 +132,11 @@ class Job:
     def agent_joined(self, hello: msg.AgentHello, now: float) -> list[Action]:
         """A node's agent said hello, for the first time or again."""
         node = self.staff.nodes.get(hello.node)
+        most = self.settings.max_nodes
+        if node is None and most is not None and self.staff.present >= most:
+            text = f"the job has the {most} nodes that --nnodes allows; start this one again when one is gone"
+            self._office.want(TurnAway(hello.node, text))
+            return self._go_on(now)
         if node is None:
             rank = len(self.staff.nodes)
             node = Node(hello.node, hello.host, hello.workers, hello.standby, rank)
@@ -151,10 +162,15 @@ class Job:
         return self._go_on(now)
 
     def worker_exited(self, exited: msg.WorkerExited, now: float) -> list[Action]:
-        """A worker process ended, its socket drained."""
+        """A worker process ended, its socket drained.
+
+        It may be one that was missing when its agent came back, or that an earlier coordinator had.
+        """
         worker = self.staff.workers.pop(exited.worker, None)
         if worker is not None:
             self._deaths.exited(worker, exited, now)
+        else:
+            self._deaths.exited_unseen(exited, now)
         return self._go_on(now)
 
     def worker_said(self, worker: WorkerId, message: msg.WorkerMessage, now: float) -> list[Action]:
@@ -178,12 +194,12 @@ class Job:
         office = self._office
         if self._stopping or self.phase == "released":
             office.end(128 + signum, "ended at once")
-        elif self.phase in ("training", "saving"):
+        elif self.phase in ("training", "saving") or self._may_rejoin(now):
             office.say(f"signal {signum}: finishing the step and saving; again to end at once")
         elif self._plain.is_plain():
             self._plain.asked(signum, now)
         else:
-            office.end(128 + signum, "ended before training began")
+            office.end(128 + signum, ALL_LOST if self.membership.begun else "ended before training began")
         self._stopping = self._stopping or signum
         return self._go_on(now)
 
@@ -206,7 +222,7 @@ class Job:
     # ── workers' messages ───────────────────────────────────────────────────────────────────────────
 
     def _on_joined(self, worker: Worker, message: msg.Joined, now: float) -> None:
-        worker.joined = True
+        worker.joined = self.staff.joins = True
         settings = self.settings
         welcome = msg.Welcome(
             job=settings.job,
@@ -230,6 +246,9 @@ class Job:
         if not self._blocks:
             self._blocks = message.shape.blocks
             self._office.want(Persist(self._blocks))
+        if message.warning and not self._warned:
+            self._warned = True
+            self._office.say(message.warning)
         worker.ready = True
         self.failures.reached_first_step()
         address = Address(worker.id, worker.node, message.host, message.port)
@@ -378,6 +397,8 @@ class Job:
     def _fill_vacancies(self, now: float) -> None:
         if self._stopping or len(self.staff.nodes) < self.settings.min_nodes:
             return
+        if now < self._office.hire_from:
+            return
         plain = self._plain.is_plain()
         if plain and not self._plain.may_start(now):
             return
@@ -386,11 +407,12 @@ class Job:
 
     def _gather(self, now: float) -> None:
         """Open the first generation when everybody who is expected is at the first step."""
-        if self._stopping and not self._plain.signalled:
-            self._office.end(128 + self._stopping, "every worker was lost before the state could be saved")
-            return
-        if self._rejoin_until is not None:
+        waiting = self._rejoin_until is not None and now <= self._rejoin_until
+        if self._rejoin_until is not None and (self.staff.workers or waiting or not self._stopping):
             self._rejoin(now)
+            return
+        if self._stopping and not self._plain.signalled:
+            self._office.end(128 + self._stopping, ALL_LOST)
             return
         restoring = self.staff.workers.get(self._restoring) if self._restoring is not None else None
         if restoring is None or restoring.stopped:
@@ -419,6 +441,7 @@ class Job:
         slot = len(self.staff.on(hello.node))
         worker = Worker(seen.worker, hello.node, slot=slot, pid=seen.pid, joined=seen.joined)
         self.staff.workers[seen.worker] = worker
+        self.staff.joins = self.staff.joins or seen.joined
         self.staff.first_id = max(self.staff.first_id, seen.worker + 1)
         if not fresh or seen.ready is None:
             self._office.kill(seen.worker)
@@ -436,7 +459,10 @@ class Job:
             if self._restoring == worker.id:
                 self._restoring = None
             if worker.id not in there:
-                self._deaths.vanished(worker, now)
+                if worker.pid:
+                    self._deaths.vanished(worker, now)
+                else:
+                    self._office.start(worker)  # the order may be lost; an agent that has it goes on
                 continue
             ready = there[worker.id].ready
             if ready is not None and not worker.ready:
@@ -449,6 +475,13 @@ class Job:
             self._saving.save_again()
         elif self.membership.current is not None or self.membership.opening is not None:
             self._office.carry(self.membership.again(), now)
+
+    def _may_rejoin(self, now: float) -> bool:
+        """Whether there may be members that an earlier coordinator had: a stop has to wait for them."""
+        settings = self.settings
+        if self._rejoin_until is None and settings.max_nodes != 1 and settings.incarnation > 1:
+            self._rejoin_until = now + REJOIN_S
+        return self._rejoin_until is not None
 
     def _rejoin(self, now: float) -> None:
         """P9: after the coordinator's restart, everybody's position is collected before anything opens."""
@@ -521,5 +554,6 @@ __all__ = [
     "Send",
     "Settings",
     "Start",
+    "TurnAway",
     "WriteRecord",
 ]

@@ -20,11 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import msgspec
-
 from perdure.core import assignment
-from perdure.core.exchange import Exchange, merge
-from perdure.core.step import Round, Work
+from perdure.core.exchange import Exchange, covered, merge
+from perdure.core.step import Round, Work, with_digest
 from perdure.schema import messages as msg
 from perdure.schema.errors import ProtocolError
 from perdure.schema.ids import NONE, Generation, WorkerId
@@ -34,6 +32,7 @@ from perdure.schema.plan import (
     Entry,
     Header,
     Hold,
+    Leaf,
     Ledger,
     PeerMessage,
     Plan,
@@ -311,7 +310,8 @@ class Member:
     def voided(self, micro_batch: int) -> list[Action]:
         """The backward of the micro-batch in hand failed after it had begun: its whole run is void (E4)."""
         start = self.shape.run(self.shape.block(micro_batch)).first
-        lost = [run for run in self.work.held if run.first == start and run.stop == micro_batch]
+        pile = not self.shape.exact
+        lost = [run for run in self.work.held if pile or (run.first == start and run.stop == micro_batch)]
         self.work.held = tuple(run for run in self.work.held if run not in lost)
         again = [m for run in lost for m in range(run.first, run.stop)]
         self.work.in_hand = None
@@ -326,7 +326,7 @@ class Member:
         assert exchange is not None
         self.digest = digest
         self._announced = self.prepared if self.prepared and self.prepared.generation in self.formed else None
-        own = {m for leaf in exchange.own_leaves for m in range(leaf.first, leaf.stop)}
+        own = covered(exchange.own_leaves)
         entries = self.work.ledger if exchange.gather else {m: self.work.entries[m] for m in own}
         mine = Header(
             generation=plan.generation,
@@ -492,20 +492,28 @@ class Member:
             resting = plan.resting if self._switched_at == self.committed else ()
             shares, leaves = assignment.nominal(self.shape, step, plan.home, plan.ranks, resting)
             gather = ()
-        have = {m for run in self.work.held for m in range(run.first, run.stop)} | {self.work.in_hand}
+        void = [] if self.shape.exact or gather else self._drop_spoilt_pile(leaves)
+        have = covered(self.work.held) | ({self.work.in_hand} if not self.void_next else set())
         self.work.queue = [m for m in shares.get(self.worker, ()) if m not in have]
         if not gather:
             # Folding begins anew in the memory of the finished spans.
             self.work.reduced = ()
-        exchange = Exchange(self.worker, plan.ranks, leaves, gather, self.shape.buckets)
+        exchange = Exchange(self.worker, plan.ranks, leaves, gather, self.shape.buckets, self.shape.exact)
         for span in self.work.reduced if gather else ():
             exchange.span(span)
         self.round.exchange = exchange
-        actions: list[Action] = [StartExchange(plan, step, exchange), Wake()]
+        actions: list[Action] = [*void, StartExchange(plan, step, exchange), Wake()]
         early, self._early = self._early, []
         for body in early:
             actions += self.heard(body)
         return actions
+
+    def _drop_spoilt_pile(self, leaves: Sequence[Leaf]) -> list[Action]:
+        if not self.work.pile_is_spoilt(leaf for leaf in leaves if leaf.worker == self.worker):
+            return []
+        self.work.held, self.work.entries = (), {}
+        self.void_next = self.work.in_hand is not None
+        return [Void()]
 
     def _progress(self) -> list[Action]:
         """See whether the round came further: headers complete, whole, everybody holds."""
@@ -589,8 +597,3 @@ class Member:
             and self.work.in_hand is None
             and self.sealed <= plan.generation
         )
-
-
-def with_digest(record: Record, digest: str) -> Record:
-    """The record with the digest of the state after its step."""
-    return msgspec.structs.replace(record, digest=digest)

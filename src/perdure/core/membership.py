@@ -117,6 +117,11 @@ class Membership:
     # ── what is ─────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def begun(self) -> bool:
+        """Whether a generation was ever opened, or was to be."""
+        return self._last.number > 0
+
+    @property
     def prepared(self) -> Plan | None:
         """The newest planned generation that the members may switch to."""
         return self._offers[max(self._offers)] if self._offers else None

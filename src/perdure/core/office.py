@@ -26,6 +26,7 @@ from perdure.core.actions import (
     WriteRecord,
 )
 from perdure.core.failures import Failures
+from perdure.core.heals import Heals
 from perdure.core.settings import Settings
 from perdure.core.staff import Staff, Vacancy, Worker
 from perdure.schema import messages as msg
@@ -45,10 +46,12 @@ class Office:
         self.membership = membership
         self.records = records
         self.failures = Failures(settings.max_failures)
+        self.heals = Heals()
         self.tasks = tasks.Tasks()
         self.attempt = 0
         self.exit_code = 0
         self.opened_at = 0.0
+        self.hire_from = float("-inf")
         self.troubles = 0
         self.step_times: list[float] = []
         self._out: list[Action] = []
@@ -77,11 +80,14 @@ class Office:
 
     def hire(self, vacancy: Vacancy) -> None:
         """Start a worker in a place that is free."""
-        node = self.staff.nodes[vacancy.node]
-        worker = self.staff.hire(vacancy)
+        self.start(self.staff.hire(vacancy))
+
+    def start(self, worker: Worker) -> None:
+        """Order a worker's process; again it changes nothing."""
+        node = self.staff.nodes[worker.node]
         before = sum(n.workers for n in self.staff.nodes.values() if n.rank < node.rank)
-        rank = before + vacancy.slot
-        self.want(Start(node.name, worker.id, vacancy.slot, rank, self.staff.size, self.attempt))
+        rank = before + worker.slot
+        self.want(Start(node.name, worker.id, worker.slot, rank, self.staff.size, self.attempt))
 
     def let_go(self, worker: WorkerId) -> None:
         """A leaver is not needed any more."""
@@ -153,6 +159,7 @@ class Office:
             gather=bool(plan.gather),
             reason=opened.reason,
         )
+        self.heals.joined(plan.joiners, max(plan.base, self.membership.progress))
         for worker in plan.joiners:
             self.event("joined", worker=worker, generation=str(plan.generation))
 
@@ -168,6 +175,8 @@ class Office:
 
     def record(self, record: Record) -> None:
         """A step is known to be committed: its line, once, and what follows from that."""
+        if record.digest:
+            self.heals.agreed(record.step)
         for written in self.records.add(record):
             if isinstance(written, rec.Write):
                 self.failures.progress()
@@ -182,6 +191,11 @@ class Office:
             self.send(worker, msg.Acknowledged(self.records.last))
 
     # ── what is known ───────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def in_training(self) -> bool:
+        """Whether the job has members that train: what fails beside them has not failed at the start."""
+        return self.phase == "training" and bool(self.membership.members)
 
     def at_home(self, workers: Sequence[WorkerId]) -> list[WorkerId]:
         """Those of these workers whose disk is the one that checkpoints lie on."""

@@ -1,6 +1,6 @@
 """A script that does not use perdure: torchrun's answer to a failure, all workers start again.
 
-Whether a script is such a one is seen when a worker ends: nobody has joined. (So a worker of a perdure
+Whether a script is such a one is seen when a worker ends: nobody has ever joined. (So a worker of a perdure
 script that dies during the imports, before any has joined, takes the others with it.)
 """
 
@@ -25,10 +25,9 @@ class PlainScript:
         self._started_at: float | None = None
         self._signalled_at: float | None = None
 
-    def is_plain(self, worker: Worker | None = None) -> bool:
-        """Whether nobody has joined: not the worker that just ended, nor any that is left."""
-        others = self._office.staff.workers.values()
-        return not (worker is not None and worker.joined) and not any(other.joined for other in others)
+    def is_plain(self) -> bool:
+        """Whether nobody has ever joined."""
+        return not self._office.staff.joins
 
     def may_start(self, now: float) -> bool:
         """Whether an attempt may begin: only when nobody is left of the one before, ranks being places."""

@@ -22,6 +22,9 @@ from perdure.schema.errors import ProtocolError
 from perdure.schema.ids import NONE, Generation, WorkerId
 from perdure.schema.plan import Address, Leaf, Plan, Position, Run, Shape, Source, Span
 
+HELD, IN_HAND, QUEUED = 0, 1, 2
+"""How far a micro-batch is with whoever may provide it."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -146,7 +149,8 @@ def _with_work(
 def provided(shape: Shape, step: int, positions: Mapping[WorkerId, Position]) -> tuple[Leaf, ...]:
     """The provider of every micro-batch that a survivor holds, has in hand or has queued (P4).
 
-    A run that grows by what is in hand is one piece: it can no longer be taken apart.
+    A run that grows by what is in hand is one piece: it can no longer be taken apart. Of a job that is not
+    exact all that a worker holds is: a pile.
     """
     taken: dict[int, Leaf] = {}
     candidates: list[tuple[int, int, int, Leaf]] = []
@@ -162,23 +166,40 @@ def provided(shape: Shape, step: int, positions: Mapping[WorkerId, Position]) ->
             in_hand = position.in_hand is not None and position.in_hand in range(run.first, run.stop)
             candidates.append(
                 (
-                    1 if in_hand and run.count == 1 else 0,
+                    IN_HAND if in_hand and run.count == 1 else HELD,
                     -run.count,
                     run.first,
                     Leaf(run.first, run.count, worker),
                 )
             )
-        candidates.extend((2, -1, m, Leaf(m, 1, worker)) for m in position.queue)
-    for _, _, _, leaf in sorted(candidates):
+        candidates.extend((QUEUED, -1, m, Leaf(m, 1, worker)) for m in position.queue)
+    spoilt: set[WorkerId] = set()
+    for rank, _, _, leaf in sorted(candidates):
         span = range(leaf.first, leaf.stop)
         if leaf.stop <= shape.present(step) and not any(m in taken for m in span):
             taken.update(dict.fromkeys(span, leaf))
+        elif rank < QUEUED:
+            spoilt.add(leaf.worker)
+    if not shape.exact and spoilt:
+        sound = {worker: position for worker, position in positions.items() if worker not in spoilt}
+        return provided(shape, step, sound)
     return tuple(sorted(set(taken.values())))
 
 
 def gatherable(positions: Mapping[WorkerId, Position], shape: Shape) -> tuple[Source, ...]:
     """If the survivors together hold the whole finished gradient: who gives which span; else nothing."""
     usable = {w: p for w, p in positions.items() if p.ledger_complete and not p.committing}
+    if shape.exact:
+        return _gathered(usable, shape)
+    # The bits of a span depend on who computed what, so on the generation: never mix two.
+    for generation in sorted({p.generation for p in usable.values()}, reverse=True):
+        sources = _gathered({w: p for w, p in usable.items() if p.generation == generation}, shape)
+        if sources:
+            return sources
+    return ()
+
+
+def _gathered(usable: Mapping[WorkerId, Position], shape: Shape) -> tuple[Source, ...]:
     sources: list[Source] = []
     for bucket, size in enumerate(shape.buckets):
         spans = sorted(

@@ -12,13 +12,15 @@ class Settings:
     """The launcher's options, and what the run directory knows of earlier runs.
 
     `blocks`, `first_worker`, `last_step`, `digests` and `checkpoints` come from the run directory;
-    `home_node` is the node whose disk the checkpoints are on.
+    `home_node` is the node whose disk the checkpoints are on. A job of at most `max_nodes` nodes turns others
+    away.
     """
 
     job: str
     incarnation: int
     home_node: str
     min_nodes: int = 1
+    max_nodes: int | None = None
     max_failures: int = 1000
     checkpoint_every: int | None = None
     digest_every: int = 1

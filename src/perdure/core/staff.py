@@ -54,9 +54,13 @@ class Vacancy:
 
 @dataclass
 class Staff:
-    """Nodes and workers; `done` are the places (node, slot) whose script has ended well."""
+    """Nodes and workers; `done` are the places (node, slot) whose script has ended well.
+
+    `joins` says that a worker, perhaps one that is gone, has called `perdure.join`: the script uses perdure.
+    """
 
     first_id: WorkerId = 0
+    joins: bool = False
     nodes: dict[str, Node] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     done: set[tuple[str, int]] = field(default_factory=set)
@@ -71,6 +75,11 @@ class Staff:
     def on(self, node: str) -> list[Worker]:
         """The workers of a node."""
         return [worker for worker in self.workers.values() if worker.node == node]
+
+    @property
+    def present(self) -> int:
+        """How many nodes there are, without those whose connection is broken."""
+        return sum(node.lost_at is None for node in self.nodes.values())
 
     @property
     def size(self) -> int:

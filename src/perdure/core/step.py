@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from perdure.core.exchange import Exchange
+import msgspec
+
+from perdure.core.exchange import Exchange, covered
 from perdure.schema.ids import WorkerId
-from perdure.schema.plan import Entry, Header, Run, Span
+from perdure.schema.plan import Entry, Header, Leaf, Record, Run, Span
 
 
 @dataclass
@@ -28,6 +31,10 @@ class Work:
             self.vouched.update(entry.micro_batch for entry in header.entries)
             self.digests.add(header.digest)
 
+    def pile_is_spoilt(self, own_leaves: Iterable[Leaf]) -> bool:
+        """A pile is used whole or not at all: not if the plan names another provider for a part of it."""
+        return not covered(self.held) <= covered(own_leaves)
+
 
 @dataclass
 class Round:
@@ -40,3 +47,8 @@ class Round:
     whole: bool = False
     refused: bool = False
     started: bool = False
+
+
+def with_digest(record: Record, digest: str) -> Record:
+    """The record with the digest of the state after its step."""
+    return msgspec.structs.replace(record, digest=digest)

@@ -38,12 +38,16 @@ class Joined(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The script reached its first step: what it trains, where peers reach it, what it has."""
+    """The script reached its first step: what it trains, where peers reach it, what it has.
+
+    `warning` is a line for the person at the terminal, if the script's bits may not come again (E12).
+    """
 
     host: str
     port: int
     shape: Shape
     position: Position
+    warning: str = ""
 
 
 class Report(Message, frozen=True):

@@ -63,8 +63,9 @@ class Shape(msgspec.Struct, frozen=True):
 
     `buckets` are element counts in the order of the parameter list (E11); `until` is the number of
     steps; `signature` is a digest over names, shapes and dtypes of everything protected. With
-    `first_block_whole` the micro-batches of block 0 are computed in order by one worker (E8). An epoch has
-    `epoch_steps` steps, the last of which has only `last_in_epoch` micro-batches (0: all are full).
+    `first_block_whole` the micro-batches of block 0 are computed in order by one worker (E8). Without
+    `exact` a worker adds up all that it computes in a step in one place: its one term of the sum. An epoch
+    has `epoch_steps` steps, the last of which has only `last_in_epoch` micro-batches (0: all are full).
     """
 
     per_step: int
@@ -74,6 +75,7 @@ class Shape(msgspec.Struct, frozen=True):
     signature: str = ""
     state_bytes: int = 0
     first_block_whole: bool = False
+    exact: bool = True
     epoch_steps: int = 0
     last_in_epoch: int = 0
 

@@ -32,11 +32,12 @@ import torch
 from perdure.core import assignment
 from perdure.core.member import Do, Member
 from perdure.schema import messages as msg
-from perdure.schema.errors import ProtectError, RestoreError, UsageError
+from perdure.schema.errors import RestoreError, UsageError
 from perdure.schema.plan import Position, Record, Shape
 from perdure.schema.progress import Phase
 from perdure.state import checkpoint
-from perdure.worker import boot, defect
+from perdure.state.keepers import keeper_for
+from perdure.worker import boot, defect, determinism
 from perdure.worker.alone import GENERATION, ME, Alone
 from perdure.worker.data import MicroBatches
 from perdure.worker.groups import Groups
@@ -139,10 +140,7 @@ class Job:
         if twice:
             raise UsageError(f"job.protect: {twice[0]} is protected already; use another name")
         for name, thing in objects.items():
-            if isinstance(thing, torch.optim.LBFGS):
-                raise ProtectError(
-                    f"job.protect({name}=LBFGS): closures call backward themselves; use another optimizer"
-                )
+            keeper_for(name, thing)  # refuses what it knows no way to keep
         self._objects.update(objects)
 
     def steps(self, batches: MicroBatches, until: int) -> Iterator[Step]:
@@ -240,7 +238,7 @@ class Job:
 
     def _start(self, batches: MicroBatches) -> Runtime:
         """Make the runtime, say that the first step is reached."""
-        training = Training(self._objects, self._welcome.digest_every)
+        training = Training(self._objects, self._welcome.digest_every, self.exact)
         shape = Shape(
             per_step=batches.per_step,
             blocks=batches.blocks,
@@ -249,6 +247,7 @@ class Job:
             signature=training.signature(),
             state_bytes=training.state.total_bytes,
             first_block_whole=training.whole_first_block,
+            exact=self.exact,
             epoch_steps=batches.steps_per_epoch,
             last_in_epoch=_short_end(batches),
         )
@@ -258,8 +257,11 @@ class Job:
         runtime = Runtime(member, training, self._send, page)
         runtime.log_samples = self._welcome.log_samples
         self._saver = Saver(runtime, self.seed)
+        warning = determinism.warning(parameter.device for parameter in training.leaves.parameters)
         if context is None:
             assert self._alone is not None
+            if warning:
+                print(f"perdure: {warning}", file=sys.stderr)
             self._alone.deliver = runtime.on_message
             member.sealed = GENERATION
             self._runtime = runtime
@@ -274,7 +276,7 @@ class Job:
         self._patient = Patient(runtime, context.data_key)
         self._runtime = runtime
         position = Position(worker=context.worker)
-        self._send(msg.Ready(host=listener.host, port=listener.port, shape=shape, position=position))
+        self._send(msg.Ready(listener.host, listener.port, shape, position, warning))
         return runtime
 
     def _at_boundary(self, runtime: Runtime, loader: Loader) -> bool:

@@ -7,6 +7,8 @@ first gradient of a run is whatever autograd leaves in `.grad`: it is never adde
 A parameter whose gradient comes in several pieces per micro-batch (several calls of backward, re-entrant
 checkpointing of a tied weight) is folded here instead: autograd would add the pieces one by one to the run,
 and sum + (a + b), what a leaf of its own contributes, has other bits than (sum + a) + b.
+
+Of a job that is not exact all runs of a step are one: a pile.
 """
 
 from __future__ import annotations
@@ -24,18 +26,13 @@ Gradients = list[torch.Tensor | None]
 class Leaves:
     """The runs of the step in progress, by their first micro-batch."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str], exact: bool = True) -> None:
         self.parameters = list(parameters)
+        self._exact = exact
         self._names = list(names)
         self._runs: dict[int, Gradients] = {}
         self._bound: int | None = None
         self._apart: set[int] = set()
-
-    @property
-    def bound(self) -> int:
-        """The run that autograd accumulates into."""
-        assert self._bound is not None
-        return self._bound
 
     @property
     def incomplete(self) -> frozenset[int]:
@@ -44,11 +41,15 @@ class Leaves:
 
     def bind(self, first: int) -> None:
         """Let autograd accumulate into the run that starts at `first` (new, or going on)."""
-        gradients = self._runs.get(first)
+        key = self._key(first)
+        gradients = self._runs.get(key)
         for index, parameter in enumerate(self.parameters):
             apart = gradients is None or index in self._apart
             parameter.grad = None if apart or gradients is None else gradients[index]
-        self._bound = first
+        self._bound = key
+
+    def _key(self, first: int) -> int:
+        return first if self._exact else 0
 
     def in_pieces(self, parameters: set[int]) -> bool:
         """These parameters' gradients came in pieces; true if that spoilt the run that they extend."""
@@ -72,17 +73,16 @@ class Leaves:
 
     def get(self, first: int) -> Gradients:
         """The gradients of a run."""
-        return self._runs[first]
+        return self._runs[self._key(first)]
 
     def keep(self, held: Sequence[Run]) -> None:
         """Drop the runs that are not in `held`."""
-        firsts = {run.first for run in held}
+        firsts = {self._key(run.first) for run in held}
         self._runs = {first: gradients for first, gradients in self._runs.items() if first in firsts}
 
     def clear(self) -> None:
-        """The step is committed (or void): let all go."""
+        """The step is committed (or void): let all go. What autograd is at work on may still be captured."""
         self._runs.clear()
-        self._bound = None
 
 
 def _added(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -112,6 +112,7 @@ class Hooks:
         self.allowed = False
         self.watched = False
         self.violated = False
+        self.stray = False
         self.steady = True
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -124,6 +125,7 @@ class Hooks:
         def fired(_: torch.Tensor) -> None:
             if not self.allowed:
                 if self.watched:
+                    self.stray = True
                     raise ProtectError(
                         "loss.backward() inside a step does not reach the other workers: "
                         "call step.backward(loss) instead"
@@ -155,7 +157,7 @@ class Hooks:
         self._fired = [0] * len(self._fired)
         self._gone = [False] * self._buckets
         self._early = early if self.steady else None
-        self.violated = False
+        self.violated = self.stray = False
         if self._early is not None and self._expected is not None:
             self._waiting = [0] * self._buckets
             for index, count in enumerate(self._expected):

@@ -18,10 +18,11 @@ from typing import Final
 
 import msgspec
 
+from perdure.core import assignment
 from perdure.core.exchange import Exchange
 from perdure.core.member import Action, Member, StartExchange
 from perdure.schema.ids import Generation, WorkerId
-from perdure.schema.plan import Entry, Leaf, Ledger, PeerMessage, Run, Shape, Span
+from perdure.schema.plan import Entry, Ledger, PeerMessage, Run, Shape, Span
 from perdure.worker.buffers import Buffers
 from perdure.worker.float_mode import flush_denormals
 from perdure.worker.fold import Fold, Scratch
@@ -117,17 +118,12 @@ class Reducer:
                 if worker != self._member.worker
                 for span in [start.exchange.of(bucket, rank)]
             )
-            attempt.expected = pieces * len(start.exchange.own_leaves)
+            attempt.expected = pieces * len(start.exchange.own_terms)
             attempt.expected += peers * sum(fold is not None for fold in attempt.folds)
             if self._extra is not None and self._gives_buffers(attempt):
                 attempt.expected += peers
         self._attempt = attempt
-        held = {run.first: run for run in self._member.work.held}
-        final = [
-            leaf.first
-            for leaf in attempt.exchange.own_leaves
-            if held.get(leaf.first) == Run(leaf.first, leaf.count)
-        ]
+        final = attempt.exchange.final(self._member.work.held)
         gives = self._extra is not None and self._gives_buffers(attempt) and self._buffers.left is not None
         parked = (attempt.generation, attempt.step) in self._parked
         if start.exchange.gather or final or gives or parked or not attempt.expected:
@@ -154,10 +150,11 @@ class Reducer:
 
     # ── main thread ─────────────────────────────────────────────────────────────────────────────────
 
-    def leaf_final(self, first: int, entries: Sequence[Entry]) -> None:
-        """A leaf that the round wants is complete."""
+    def leaf_final(self, micro_batch: int, entries: Sequence[Entry]) -> None:
+        """With this micro-batch a term may be complete that the round wants."""
         attempt = self._attempt
-        if attempt is None or attempt.spoilt or not self._wanted(attempt, first):
+        first = self._term(attempt, self._member.work.held, micro_batch) if attempt is not None else None
+        if attempt is None or attempt.spoilt or first is None:
             return
         gradients = self._leaves.get(first)
         self._note(attempt, entries)
@@ -165,16 +162,16 @@ class Reducer:
         if rest or attempt.untold:
             self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, rest))
 
-    def early(self, first: int, stop: int, bucket: int) -> None:
-        """A bucket of the leaf in hand, which ends before `stop`, is final under the last backward.
+    def early(self, micro_batch: int, bucket: int) -> None:
+        """A bucket of the term that ends with this micro-batch is final under the last backward.
 
-        The round may have changed since the micro-batch began: then the leaf may have to grow further.
+        The round may have changed since the micro-batch began: then the term may have to grow further.
         """
         with self._lock:
             attempt = self._attempt
-            leaf = Leaf(first, stop - first, self._member.worker)
-            final = attempt is not None and leaf in attempt.exchange.leaves
-        if attempt is not None and final:
+            held = assignment.add(self._shape, self._member.work.held, micro_batch)
+            first = self._term(attempt, held, micro_batch) if attempt is not None else None
+        if attempt is not None and first is not None:
             attempt.early.add((first, bucket))
             gradients = [parameter.grad for parameter in self._leaves.parameters]
             self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, [bucket]))
@@ -247,12 +244,12 @@ class Reducer:
                 return None
             return self.results.view(header.bucket, header.lo, header.hi)
         fold = attempt.folds[header.bucket] if attempt.folds else None
-        leaf = next((leaf for leaf in attempt.exchange.leaves if leaf.first == header.first), None)
+        term = next((term for term in attempt.exchange.terms if term.first == header.first), None)
         if (
             fold is None
             or fold.span != span
-            or leaf is None
-            or leaf.worker != peer
+            or term is None
+            or term.worker != peer
             or not fold.expects(header.first)
         ):
             return None
@@ -368,8 +365,9 @@ class Reducer:
 
     def _make_folds(self, attempt: Attempt) -> None:
         blocks: dict[int, list[int]] = {}
-        for leaf in attempt.exchange.leaves:
-            blocks.setdefault(self._shape.block(leaf.first), []).append(leaf.first)
+        for term in attempt.exchange.terms:
+            block = self._shape.block(term.first) if self._shape.exact else term.first
+            blocks.setdefault(block, []).append(term.first)
         order = [blocks[block] for block in sorted(blocks)]
         for bucket in range(len(self._buckets)):
             span = attempt.exchange.mine(bucket)
@@ -378,12 +376,11 @@ class Reducer:
                 Fold(self._buckets, span, order, self.results, self._scratch) if wanted else None
             )
 
-    def _wanted(self, attempt: Attempt, first: int) -> bool:
-        run = next((run for run in self._member.work.held if run.first == first), None)
-        return any(
-            leaf.first == first and run is not None and leaf.count == run.count
-            for leaf in attempt.exchange.own_leaves
-        )
+    def _term(self, attempt: Attempt, held: Sequence[Run], micro_batch: int) -> int | None:
+        """The name of the term that this micro-batch is in, if `held` has the whole of it."""
+        run = next((run for run in held if run.first <= micro_batch < run.stop), None)
+        first = attempt.exchange.term_of(run.first) if run is not None else None
+        return first if first in attempt.exchange.final(held) else None
 
     def _gives_buffers(self, attempt: Attempt) -> bool:
         return any(leaf.first == 0 for leaf in attempt.exchange.own_leaves)

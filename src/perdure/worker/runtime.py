@@ -231,7 +231,7 @@ class Runtime:
                 self.training.buffers.block_0_ended()
         if block_0:
             self.reducer.buffers_ready()
-        self.reducer.leaf_final(run.first, entries)
+        self.reducer.leaf_final(micro_batch, entries)
 
     def unfit(self) -> None:
         """What went early was not final (E3): nobody may commit this round."""

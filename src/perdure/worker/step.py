@@ -72,8 +72,7 @@ class Step:
         runtime, training = self._runtime, self._runtime.training
         early = None
         if runtime.last_in_queue() and not training.buffers.nbytes:
-            first = training.leaves.bound
-            early = lambda bucket: runtime.reducer.early(first, micro_batch + 1, bucket)  # noqa: E731
+            early = lambda bucket: runtime.reducer.early(micro_batch, bucket)  # noqa: E731
         training.hooks.begin(early, training.leaves.incomplete)
         runtime.compute_begins(micro_batch, len(self.sample_ids))
         seed_micro_batch(self._seed, self.index, micro_batch)
@@ -82,6 +81,11 @@ class Step:
     def _end(self) -> None:
         hooks, leaves = self._runtime.training.hooks, self._runtime.training.leaves
         gone = hooks.end()
+        if hooks.stray:
+            raise UsageError(
+                f"micro-batch {self.micro_batch} of step {self.index}: loss.backward() was refused, yet the "
+                "script went on; its gradient is in .grad now: call step.backward(loss) alone"
+            )
         if leaves.in_pieces(hooks.several) or self._failed:
             if gone or self._told_early:
                 self._runtime.unfit()

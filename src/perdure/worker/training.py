@@ -24,7 +24,7 @@ class Training:
     Raises `ProtectError` for what cannot be kept exact.
     """
 
-    def __init__(self, objects: Mapping[str, object], digest_every: int = 1) -> None:
+    def __init__(self, objects: Mapping[str, object], digest_every: int = 1, exact: bool = True) -> None:
         self.state = ProtectedState(objects)
         names, parameters = _parameters(objects)
         for name, parameter in zip(names, parameters, strict=True):
@@ -33,8 +33,9 @@ class Training:
                     f"{name} has a post-accumulate-grad hook of its own, which would see one worker's part "
                     "of the gradient: do that work after the step's loop, where .grad is global"
                 )
+        _refuse_sparse(objects)
         self.buckets = Buckets(parameters)
-        self.leaves = Leaves(parameters, names)
+        self.leaves = Leaves(parameters, names, exact)
         self.buffers = Buffers(_buffers(objects))
         first_bucket = [homes[-1] if homes else 0 for homes in self.buckets.homes]
         self.hooks = Hooks(parameters, first_bucket, len(self.buckets))
@@ -138,6 +139,15 @@ def _parameters(objects: Mapping[str, object]) -> tuple[list[str], list[torch.Te
             "job.protect: none of the protected objects has a parameter that requires a gradient"
         )
     return [name for name, _ in wanted], [parameter for _, parameter in wanted]
+
+
+def _refuse_sparse(objects: Mapping[str, object]) -> None:
+    """Embeddings say beforehand that their gradient will be sparse; others are found out in `Leaves`."""
+    for name, thing in objects.items():
+        for path, module in thing.named_modules() if isinstance(thing, torch.nn.Module) else ():
+            if getattr(module, "sparse", False) is True:
+                where = ".".join(filter(None, (name, path)))
+                raise ProtectError(f"{where} has sparse=True; perdure sums dense gradients: leave it out")
 
 
 def _buffers(objects: Mapping[str, object]) -> list[tuple[str, torch.Tensor, bool]]:

@@ -1,0 +1,209 @@
+"""What cannot work says so at once, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import perdure
+from perdure.schema.errors import ProtectError, UsageError
+from perdure.worker import api
+from tasks import Numbers
+
+Batches = Callable[..., perdure.MicroBatches]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[perdure.Job]:
+    monkeypatch.setattr(api, "_joined", None)
+    threads = torch.get_num_threads()
+    yield perdure.join(seed=0)
+    torch.set_num_threads(threads)
+
+
+class Training:
+    """A model to train; `loop` protects it and runs one step with `body` for each batch."""
+
+    def __init__(self, job: perdure.Job, model: nn.Module | None = None) -> None:
+        self.job = job
+        self.model = model or nn.Linear(12, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batches = perdure.MicroBatches(Numbers(), 4, 2)
+
+    def loop(self, body: Callable[[Any, torch.Tensor], None]) -> None:
+        self.job.protect(model=self.model, optimizer=self.optimizer)
+        for step in self.job.steps(self.batches, until=2):
+            for x, y, _ in step:
+                body(step, (self.model(x) - y).square().mean())
+            self.optimizer.step()
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+
+# ── before the loop ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_joining_twice(job: perdure.Job) -> None:
+    with pytest.raises(UsageError, match="twice: keep the job that the first call returned"):
+        perdure.join()
+
+
+def test_a_seed_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_joined", None)
+    with pytest.raises(UsageError, match="seed=True; expected an integer"):
+        perdure.join(seed=True)
+
+
+def test_what_cannot_be_protected(job: perdure.Job) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ProtectError, match=r"use an optimizer whose step\(\) takes no closure"):
+        job.protect(optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ProtectError, match="it has no state_dict and load_state_dict; give it both"):
+        job.protect(best=[1.0])
+    job.protect(model=model)
+    with pytest.raises(UsageError, match="model is protected already; use another name"):
+        job.protect(model=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: perdure.MicroBatches(Stream(), 1, 2), "give a map-style dataset"),
+        (lambda: perdure.MicroBatches(Numbers(), 4, 6, blocks=4), r"set blocks to one of \[1, 2, 3, 6\]"),
+        (lambda: perdure.MicroBatches(Numbers(), 4, 100), "fewer than one step needs"),
+    ],
+)
+def test_batches_that_cannot_be_dealt_out(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ProtectError, match=text):
+        make()
+
+
+def test_loops_that_are_none(job: perdure.Job) -> None:
+    training = Training(job)
+    with pytest.raises(UsageError, match=r"job\.steps before job\.protect"):
+        job.steps(training.batches, until=1)
+    job.protect(model=training.model)
+    with pytest.raises(UsageError, match=r"expected a perdure\.MicroBatches, got list"):
+        job.steps([], until=1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="until=-1; expected a number of steps ≥ 0"):
+        job.steps(training.batches, until=-1)
+    job.steps(training.batches, until=1)
+    with pytest.raises(UsageError, match="a job is one loop"):
+        job.steps(training.batches, until=1)
+    with pytest.raises(UsageError, match="protect everything before the loop"):
+        job.protect(late=nn.Linear(1, 1))
+
+
+def test_what_belongs_in_a_commit(job: perdure.Job) -> None:
+    for call in (lambda: job.evaluate(len, Training(job).batches), lambda: job.save("x")):
+        with pytest.raises(UsageError, match="between a step's loop and the next turn"):
+            call()
+
+
+# ── when it begins ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_hook_of_ones_own_that_would_see_a_part_of_the_gradient(job: perdure.Job) -> None:
+    training = Training(job)
+    training.model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ProtectError, match=r"model\.weight has a post-accumulate-grad hook of its own"):
+        training.loop(lambda step, loss: step.backward(loss))
+
+
+def test_sparse_embeddings(job: perdure.Job) -> None:
+    model = nn.Sequential(nn.Linear(12, 1), nn.Embedding(4, 4, sparse=True))
+    with pytest.raises(ProtectError, match=r"model\.1 has sparse=True"):
+        Training(job, model).loop(lambda step, loss: step.backward(loss))
+
+
+def test_nothing_to_train(job: perdure.Job) -> None:
+    model = nn.Linear(12, 1).requires_grad_(False)
+    job.protect(model=model)
+    with pytest.raises(ProtectError, match="none of the protected objects has a parameter"):
+        next(iter(job.steps(Training(job).batches, until=1)))
+
+
+# ── in a step ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def backward_of_its_own(step: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+def backward_of_its_own_suppressed(step: Any, loss: torch.Tensor) -> None:
+    with pytest.raises(ProtectError):
+        loss.backward(retain_graph=True)
+    step.backward(loss)
+
+
+def skipped_and_used(step: Any, loss: torch.Tensor) -> None:
+    step.skip()
+    step.backward(loss)
+
+
+def used_and_skipped(step: Any, loss: torch.Tensor) -> None:
+    step.backward(loss)
+    step.skip()
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (backward_of_its_own, r"call step\.backward\(loss\) instead"),
+        (backward_of_its_own_suppressed, "was refused, yet the script went on"),
+        (lambda step, loss: None, r"neither given to step\.backward nor to step\.skip"),
+        (skipped_and_used, "was skipped already"),
+        (used_and_skipped, r"was given to step\.backward already"),
+        (lambda step, loss: step.backward(loss.repeat(2)), r"the loss has shape \(2,\); expected a scalar"),
+        (lambda step, loss: step.backward(loss, weight=-1), "weight=-1; expected a finite number"),
+        (lambda step, loss: step.log(loss=1), "perdure writes loss itself; use another name"),
+        (lambda step, loss: step.log(x=[1]), "expected a number, string, bool or None, got list"),
+        (lambda step, loss: next(iter(step)), "is iterated twice"),
+    ],
+)  # fmt: skip
+def test_what_a_step_refuses(body: Callable[[Any, torch.Tensor], None], text: str, job: perdure.Job) -> None:
+    with pytest.raises(UsageError, match=text):
+        Training(job).loop(body)
+
+
+def test_backward_after_the_step(job: perdure.Job) -> None:
+    training = Training(job)
+    job.protect(model=training.model, optimizer=training.optimizer)
+    for step in job.steps(training.batches, until=1):
+        for x, _, _ in step:
+            step.backward(training.model(x).mean())
+        with pytest.raises(UsageError, match="for a micro-batch in hand"):
+            step.backward(training.model(x).mean())
+
+
+def test_leaving_a_step_before_its_end(job: perdure.Job) -> None:
+    training = Training(job)
+    job.protect(model=training.model, optimizer=training.optimizer)
+    steps = iter(job.steps(training.batches, until=2))
+    step = next(steps)
+    for x, _, _ in step:
+        step.backward(training.model(x).mean())
+        break
+    with pytest.raises(UsageError, match="left before its end: iterate it whole"):
+        next(steps)
+
+
+def test_evaluations_that_do_not_add_up(job: perdure.Job) -> None:
+    training = Training(job)
+    names = iter("ab" * 100)
+    job.protect(model=training.model, optimizer=training.optimizer)
+    for step in job.steps(training.batches, until=1):
+        for x, _, _ in step:
+            step.backward(training.model(x).mean())
+        other = perdure.MicroBatches(Numbers(8), 4, 2)
+        with pytest.raises(UsageError, match="return the same names for all"):
+            job.evaluate(lambda _: {next(names): 1.0}, other)
+        with pytest.raises(UsageError, match="fn returned float; expected a dict of numbers"):
+            job.evaluate(lambda _: 1.0, other)

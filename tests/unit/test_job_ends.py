@@ -1,0 +1,306 @@
+"""The coordinator's state machine from verdicts and leavers to the end, and what it keeps meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from job_rig import SHAPE, Rig, training
+from perdure.core.heals import CAUSE
+from perdure.core.job import ALL_LOST
+from perdure.schema import messages as msg
+from perdure.schema.plan import Position, Record
+
+# ── verdicts ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_minority_of_a_digest_is_replaced() -> None:
+    """P8."""
+    rig = training(workers=3)
+    rig.refuse([1])
+    assert rig.faults() == [(1, "corrupt", "replace")]
+    assert rig.kills == [1]
+    del rig.hands[1]
+    rig.serve()
+    assert rig.members == (0, 2)
+    assert rig.job.membership.current is not None
+    assert rig.job.membership.current.void == (1,)
+
+
+def test_of_two_that_differ_the_older_one_is_believed() -> None:
+    rig = training(workers=2)
+    rig.refuse([0])
+    assert rig.faults() == [(1, "corrupt", "replace")]
+
+
+def test_what_was_not_fine_is_computed_again_in_a_new_generation() -> None:
+    """P7."""
+    rig = training(workers=2)
+    rig.refuse([], unfit=(1,))
+    rig.serve()
+    assert rig.events("refused_step")[0]["unfit"] == (1,)
+    assert rig.faults() == []
+    assert rig.job.membership.current is not None
+    assert rig.job.membership.current.void == (1,)
+    assert len(rig.opened()) == 2
+
+
+def replace(rig: Rig, worker: int) -> int:
+    """A worker is gone; its replacement joins."""
+    rig.hands.pop(worker, None)
+    rig.serve()
+    new = rig.starts[0].worker
+    rig.started()
+    rig.serve()
+    rig.switch()
+    return new
+
+
+def test_two_joiners_in_a_row_that_differ_end_the_run_and_name_the_cause() -> None:
+    """E14."""
+    rig = training(workers=3)
+    rig.kill(1)
+    joiner = replace(rig, 1)
+    rig.refuse([joiner])
+    assert rig.ended is None
+    rig.exit(joiner, signum=9)
+    joiner = replace(rig, joiner)
+    rig.refuse([joiner])
+    assert rig.ended is not None
+    assert (rig.ended.exit_code, rig.ended.message) == (1, CAUSE)
+    assert rig.faults()[-1] == (joiner, "corrupt", "stop")
+
+
+def test_a_joiner_that_agreed_once_is_as_good_as_the_others() -> None:
+    rig = training(workers=3)
+    for _ in range(3):
+        victim = rig.members[-1]
+        rig.kill(victim)
+        joiner = replace(rig, victim)
+        rig.commit(2)
+        rig.refuse([joiner])
+        rig.exit(joiner, signum=9)
+        replace(rig, joiner)
+        rig.commit(2)
+    assert rig.ended is None
+
+
+# ── leaving and stopping ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_worker_that_is_told_to_leave_hands_over_at_a_boundary() -> None:
+    rig = training(workers=2)
+    rig.say(1, msg.Leaving())
+    assert [start.worker for start in rig.starts] == [2]
+    assert not rig.told(1, msg.Release)
+    rig.started()
+    rig.serve()
+    rig.commit()
+    rig.switch()
+    assert set(rig.members) == {0, 2}
+    assert rig.told(1, msg.Release)[0].exit_code == 143
+    rig.exit(1, code=143)
+    assert rig.faults() == [(1, "leave", "leave")]
+    assert rig.events("left")[0]["worker"] == 1
+
+
+def test_a_stop_ends_at_a_boundary_with_the_state_saved() -> None:
+    rig = training(workers=2)
+    rig.take(rig.job.asked(15, rig.now))
+    rig.serve()
+    rig.commit()
+    rig.switch()
+    rig.finish()
+    assert rig.told(0, msg.Checkpoint)[0].step == 1
+    rig.write(0, 1)
+    assert rig.told(1, msg.Release)[0].exit_code == 143
+    for worker in (0, 1):
+        rig.exit(worker, code=143)
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 143
+    assert rig.faults() == []
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    rig = training(workers=2)
+    rig.take(rig.job.asked(2, rig.now))
+    assert rig.ended is None
+    rig.take(rig.job.asked(2, rig.now))
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 130
+    assert set(rig.kills) == {0, 1}
+
+
+# ── the end ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def end_of(rig: Rig) -> None:
+    rig.commit(SHAPE.until - 2)
+    for worker in rig.members:
+        rig.hands[worker].committed += 1
+    rig.finish()
+
+
+def test_a_stop_between_a_total_loss_and_the_start_after_it_says_what_is_lost() -> None:
+    rig = training(workers=1, steps=3)
+    rig.kill(0)
+    assert rig.starts, "its replacement is on its way and has not joined"
+    rig.take(rig.job.asked(2, rig.now))
+    assert rig.ended is not None
+    assert (rig.ended.exit_code, rig.ended.message) == (130, ALL_LOST)
+
+
+def test_the_last_state_is_written_before_anybody_goes() -> None:
+    """P17."""
+    rig = training(workers=2)
+    end_of(rig)
+    assert rig.job.phase == "saving"
+    assert [record.step for record in rig.written] == list(range(SHAPE.until))
+    assert not rig.told(0, msg.Release)
+    rig.write(0, SHAPE.until - 1)
+    assert rig.job.phase == "released"
+    for worker in (0, 1):
+        assert rig.told(worker, msg.Release)[0].exit_code == 0
+        rig.exit(worker, code=0)
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 0
+
+
+def test_if_the_writer_of_the_last_state_dies_another_writes_it() -> None:
+    rig = training(workers=2)
+    end_of(rig)
+    rig.crash(0)
+    assert rig.told(1, msg.Checkpoint)[-1].step == SHAPE.until - 1
+    rig.serve(0)
+    rig.write(1, SHAPE.until - 1)
+    assert rig.told(1, msg.Release)
+
+
+def test_only_the_tail_that_crashed_is_run_again() -> None:
+    rig = training(workers=3)
+    end_of(rig)
+    rig.write(0, SHAPE.until - 1)
+    rig.restored = SHAPE.until - 1
+    rig.exit(0, code=0)
+    rig.crash(1)
+    assert [(start.worker, start.local_rank) for start in rig.starts] == [(3, 1)]
+    rig.exit(1, code=1)
+    rig.exit(2, code=0)
+    assert rig.ended is None
+    rig.started()
+    rig.serve()
+    assert rig.members == (3,)
+    rig.finish()
+    rig.exit(3, code=0)
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 0
+    assert rig.faults() == [(1, "exception", "replace")]
+
+
+def test_a_tail_that_crashes_again_is_the_scripts_error() -> None:
+    rig = training(workers=1)
+    end_of(rig)
+    rig.write(0, SHAPE.until - 1)
+    rig.restored = SHAPE.until - 1
+    rig.crash(0)
+    rig.exit(0, code=1)
+    rig.started()
+    rig.serve()
+    rig.finish()
+    rig.crash(1)
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 1
+
+
+def test_without_checkpoints_a_crashed_tail_cannot_run_again() -> None:
+    rig = training(workers=1, checkpoint_every=0)
+    end_of(rig)
+    assert rig.job.phase == "released"
+    rig.crash(0)
+    assert rig.ended is not None
+    assert "without checkpoints it cannot run again" in rig.ended.message
+
+
+# ── hard state and dealt work ───────────────────────────────────────────────────────────────────────
+
+
+def test_checkpoints_are_asked_for_published_and_asked_for_again() -> None:
+    rig = training(workers=2, steps=1, checkpoint_every=3)
+    assert [ask.step for ask in rig.told(0, msg.Checkpoint)] == [2]
+    rig.commit(2)
+    rig.write(0, 2)
+    assert rig.events("checkpoint_written")[0]["path"] == "/c/2"
+    rig.commit()
+    assert [ask.step for ask in rig.told(0, msg.Checkpoint)] == [2, 5]
+
+
+@pytest.mark.parametrize("found", ["wrong digest", "not a member"])
+def test_a_checkpoint_that_is_not_everybodys_is_thrown_away(found: str) -> None:
+    rig = training(workers=2, steps=3, checkpoint_every=3)
+    if found == "wrong digest":
+        rig.say(0, msg.CheckpointWritten(2, "another", "/c/2.partial", 10, 0.1))
+    else:
+        rig.say(1, msg.Leaving())
+        rig.started()
+        rig.serve()
+        rig.switch()
+        rig.say(1, msg.CheckpointWritten(2, "digest of 2", "/c/2.partial", 10, 0.1))
+    assert rig.publish == []
+    assert rig.discarded == ["/c/2.partial"]
+    assert rig.events("checkpoint_refused")
+
+
+def test_an_evaluation_goes_on_with_whoever_is_left() -> None:
+    rig = training(workers=2)
+    for worker in (0, 1):
+        rig.say(worker, msg.EvaluationAsk(1, 0, 3))
+    assert [deal.micro_batches for deal in rig.told(0, msg.EvaluationDeal)] == [(0,)]
+    assert [deal.micro_batches for deal in rig.told(1, msg.EvaluationDeal)] == [(1,)]
+    rig.crash(0)
+    rig.say(1, msg.EvaluationResult(1, 0, 1, {"x": 1.0}, 1.0))
+    rig.say(1, msg.EvaluationResult(1, 0, 0, {"x": 0.0}, 1.0))
+    rig.say(1, msg.EvaluationResult(1, 0, 2, {"x": 2.0}, 2.0))
+    [answer] = rig.told(1, msg.EvaluationAll)
+    assert answer.values == ({"x": 0.0}, {"x": 1.0}, {"x": 2.0})
+    assert answer.weights == (1.0, 1.0, 2.0)
+
+
+def test_a_save_is_published_once_however_often_it_is_asked_for() -> None:
+    rig = training(workers=2)
+    request = msg.SaveRequest(0, "/m/.x.w0.partial", "/m/x")
+    rig.say(0, request)
+    rig.say(0, request)
+    assert len(rig.saves) == 1
+    rig.take(rig.job.saved(0, request, "", rig.now))
+    rig.say(0, request)
+    assert [answer.reason for answer in rig.told(0, msg.SaveAnswer)] == ["", ""]
+    assert len(rig.saves) == 1
+
+
+def test_a_stranger_at_a_workers_port_is_written_down() -> None:
+    rig = training(workers=2)
+    rig.say(1, msg.Stranger("1.2.3.4:5", "it does not know the secret"))
+    assert rig.events("refused")[0]["peer"] == "1.2.3.4:5"
+
+
+def test_that_bits_may_not_come_again_is_said_once() -> None:
+    """E12."""
+    rig = Rig()
+    rig.hello(workers=2)
+    for start in rig.starts:
+        rig.take(rig.job.worker_started(start.worker, 1, rig.now))
+        rig.say(start.worker, msg.Joined())
+        position = Position(worker=start.worker)
+        rig.say(start.worker, msg.Ready("h", 1, SHAPE, position, "replica-consistent, not exact"))
+    assert rig.said.count("replica-consistent, not exact") == 1
+
+
+def test_what_a_dead_worker_says_changes_nothing() -> None:
+    """G4."""
+    rig = training(workers=2)
+    rig.kill(0)
+    rig.serve()
+    written = len(rig.written)
+    rig.say(0, msg.Published(Record(7, 1.0, "x", 0.0, 1)))
+    rig.say(0, msg.CheckpointWritten(7, "x", "/c/7.partial", 1, 0.1))
+    assert len(rig.written) == written
+    assert rig.publish == []
