@@ -136,6 +136,15 @@ class ProtectedState:
         """Bytes of all entries together."""
         return sum(region.nbytes for region in self._walk()[1])
 
+    def host_memory(self) -> list[tuple[int, int]]:
+        """(address, bytes) of every tensor that lies in host memory, as the last walk found them."""
+        regions = self._regions.values()
+        return [
+            (region.pointer, region.nbytes)
+            for region in regions
+            if region.view is not None and not region.volatile
+        ]
+
     def tensors(self) -> list[Entry]:
         """All entries in name order, each run of memory once (tied tensors share one)."""
         return [Entry(r.name, r.tensor, r.spec, r.volatile) for r in self._walk()[1]]

@@ -12,6 +12,7 @@ import xxhash
 from perdure.schema.errors import ProtectError
 from perdure.schema.plan import Entry
 from perdure.state.capture import ProtectedState, Snapshot
+from perdure.state.huge_pages import HugePages
 from perdure.state.transfer import Donor, Session
 from perdure.worker.buffers import Buffers
 from perdure.worker.gradients import Buckets
@@ -46,6 +47,7 @@ class Training:
         self._digests: dict[int, str] = {}
         self._names = names
         self._walking = threading.Lock()
+        self._huge_pages = HugePages()
 
     @property
     def whole_first_block(self) -> bool:
@@ -113,6 +115,7 @@ class Training:
     def committed(self) -> None:
         """The user's commit code is through: this is the state now."""
         self.buffers.note_committed()
+        self._huge_pages.advance(self.state.host_memory())
 
     def restored(self) -> None:
         """The state was taken from elsewhere."""
