@@ -8,12 +8,16 @@ MADV_COLLAPSE). Where it will not, nothing changes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Final
+
+import torch
 
 BLOCK: Final = 2 << 20
 SHARE: Final = 0.03
@@ -39,6 +43,20 @@ def blocks(memory: Iterable[tuple[int, int]]) -> list[int]:
     return sorted(block for block, nbytes in filled.items() if nbytes >= BLOCK // 2)
 
 
+def room(nbytes: int) -> torch.Tensor:
+    """New host memory, flat uint8, on huge pages where there are such; they come with the first touch."""
+    memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if wanted():
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def wanted() -> bool:
+    """Whether the user has not said PERDURE_HUGE_PAGES=0."""
+    return os.environ.get(SWITCH) != "0"
+
+
 class HugePages:
     """What was moved, and what is still to be.
 
@@ -52,7 +70,7 @@ class HugePages:
     ) -> None:
         self._move = move
         self._clock = clock
-        self._wanted = os.environ.get(SWITCH) != "0"
+        self._wanted = wanted()
         self._seen: frozenset[tuple[int, int]] = frozenset()
         self._tried: set[int] = set()
         self._todo: list[int] = []

@@ -17,22 +17,33 @@ cost more than the bytes).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 import msgspec
 import torch
+import xxhash
 
 from perdure.schema.errors import ProtocolError, RestoreError
 from perdure.state.capture import ProtectedState, digest_of, layout
-from perdure.state.layout import Description, TensorSpec, decode_description, encode_description
+from perdure.state.huge_pages import room
+from perdure.state.layout import (
+    Description,
+    TensorSpec,
+    canonical,
+    decode_description,
+    encode_description,
+    header,
+)
 from perdure.state.memory import Region, flat_bytes, view_of, wait_for
 
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 4 << 20
 """Default size of a chunk: large enough for the socket, small enough to share the work evenly."""
 
+PACKED_BYTES: Final = 64 << 10
+"""Tensors up to this size travel together, which takes another copy of them."""
 
 _TOUCH_BYTES: Final = 8 << 20
 _SLACK_BYTES: Final = 1 << 20  # entries begin at multiples of some bytes
@@ -66,28 +77,33 @@ class Chunk:
 def chunks(tensors: list[TensorSpec], chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
     """Cut a state into chunks of at most `chunk_bytes`.
 
-    Every byte is in exactly one. The same at both ends.
+    Every byte is in exactly one. The same at both ends. Those of several tensors come first: their bytes lie
+    scattered over the state, and its digest is taken from the beginning on.
     """
     if chunk_bytes < 1:
         raise ProtocolError(f"a chunk of {chunk_bytes} bytes cannot carry anything")
     cut: list[tuple[Piece, ...]] = []
+    packs: list[tuple[Piece, ...]] = []
     pack: list[Piece] = []
     packed = 0
     for number, spec in enumerate(tensors):
-        if spec.nbytes > chunk_bytes // 4:
+        if spec.nbytes > min(PACKED_BYTES, chunk_bytes // 4):
             cut += [
                 (Piece(number, offset, min(chunk_bytes, spec.nbytes - offset)),)
                 for offset in range(0, spec.nbytes, chunk_bytes)
             ]
         elif spec.nbytes:
             if packed + spec.nbytes > chunk_bytes:
-                cut.append(tuple(pack))
+                packs.append(tuple(pack))
                 pack, packed = [], 0
             pack.append(Piece(number, 0, spec.nbytes))
             packed += spec.nbytes
     if pack:
-        cut.append(tuple(pack))
-    return [Chunk(index, pieces, sum(piece.length for piece in pieces)) for index, pieces in enumerate(cut)]
+        packs.append(tuple(pack))
+    return [
+        Chunk(index, pieces, sum(piece.length for piece in pieces))
+        for index, pieces in enumerate([*packs, *cut])
+    ]
 
 
 class Donor:
@@ -178,6 +194,37 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+class _Running:
+    """The digest of a state while it arrives, from the beginning on as far as everything has landed."""
+
+    def __init__(self, description: Description, cut: Sequence[Chunk], views: Sequence[memoryview]) -> None:
+        self._hasher = xxhash.xxh3_128(canonical(description.objects))
+        self._headers = [header(spec) for spec in description.tensors]
+        self._views = views
+        empty = [(n, 0, 0, -1) for n, spec in enumerate(description.tensors) if not spec.nbytes]
+        pieces = [(p.tensor, p.offset, p.length, chunk.index) for chunk in cut for p in chunk.pieces]
+        self._todo = sorted(empty + pieces, reverse=True)
+        self._busy = threading.Lock()
+
+    def go_on(self, missing: Collection[int], wait: bool = False) -> None:
+        """Take what has landed since; at once back if another thread is at it, unless told to wait."""
+        if not self._busy.acquire(blocking=wait):
+            return
+        try:
+            while self._todo and self._todo[-1][3] not in missing:
+                tensor, offset, length, _ = self._todo.pop()
+                if not offset:
+                    self._hasher.update(self._headers[tensor])
+                self._hasher.update(self._views[tensor][offset : offset + length])
+        finally:
+            self._busy.release()
+
+    def result(self) -> str:
+        """The digest of the whole; everything must have landed."""
+        self.go_on((), wait=True)
+        return self._hasher.hexdigest()
+
+
 @dataclass
 class _Arrival:
     """One session's chunks and where they land."""
@@ -190,6 +237,7 @@ class _Arrival:
     views: list[memoryview]
     missing: set[int]
     packs: dict[int, memoryview]
+    running: _Running
 
 
 class Receiver:
@@ -211,7 +259,7 @@ class Receiver:
 
     def reserve(self, nbytes: int, hurry: Callable[[], bool]) -> None:
         """Make room for a state of `nbytes`, as far as it exceeds this one; until `hurry` says to stop."""
-        slab = torch.empty(max(0, nbytes - self._state.known_bytes) + _SLACK_BYTES, dtype=torch.uint8)
+        slab = room(max(0, nbytes - self._state.known_bytes) + _SLACK_BYTES)
         for start in range(0, slab.nbytes, _TOUCH_BYTES):
             if hurry():
                 break
@@ -237,15 +285,17 @@ class Receiver:
                 if spec.name in live
             }
             buffers |= self._place([spec for spec in described.tensors if spec.name not in live])
+            views = [view_of(buffers[spec.name]) for spec in described.tensors]
             self._arrival = _Arrival(
                 session=session,
                 raw=description,
                 description=described,
                 chunks=cut,
                 buffers=buffers,
-                views=[view_of(buffers[spec.name]) for spec in described.tensors],
+                views=views,
                 missing={chunk.index for chunk in cut},
                 packs={},
+                running=_Running(described, cut, views),
             )
 
     def missing(self) -> list[Chunk]:
@@ -281,13 +331,15 @@ class Receiver:
             elif len(arrival.chunks[index].pieces) > 1:
                 raise ProtocolError(f"chunk {index} landed although no buffer was taken for it")
             arrival.missing.discard(index)
-            return True
+        arrival.running.go_on(arrival.missing)
+        return True
 
-    def finish(self) -> str:
+    def finish(self, expected: str = "") -> str:
         """Check the digest, swap the state in, and return the digest.
 
-        Raises `ProtocolError` while chunks are missing, and `RestoreError` if the digest is not the
-        session's or the state does not fit; the next `begin` then starts from zero.
+        `expected` is for a session that began before its digest was known. Raises `ProtocolError` while
+        chunks are missing, and `RestoreError` if the digest is another or the state does not fit; the next
+        `begin` then starts from zero.
         """
         with self._lock:
             arrival = self._arrival
@@ -296,11 +348,11 @@ class Receiver:
                     f"{len(arrival.missing) if arrival else 'all'} chunks of the state are missing"
                 )
             self._arrival = None
-        digest = digest_of(arrival.description, arrival.buffers)
-        if digest != arrival.session.digest:
+        digest, expected = arrival.running.result(), expected or arrival.session.digest
+        if digest != expected:
             raise RestoreError(
                 f"the state received for step {arrival.session.step} has the digest {digest} instead of "
-                f"{arrival.session.digest}; it is received anew"
+                f"{expected}; it is received anew"
             )
         self._state.restore(arrival.description, arrival.buffers, adopt=True)
         return digest

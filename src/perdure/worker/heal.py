@@ -3,15 +3,18 @@
     joiner ── HEAL connection ──▶ donor        authenticated by the listener's handshake
     HowLarge                       ▶           while it waits to be let in: it makes room
                                    ◀  Size(nbytes)
-    Ask(step, digest)              ▶           `digest`: what the joiner has already
+    Ask(step, digest)              ▶           `digest`: what the joiner has already, if it may be that
                                    ◀  Offer(session, description, records, memory) or Same or No(reason)
     (reads the donor's memory)                 on the same host, where the kernel lets it (`pull`); else
     Want(index) …                  ▶           a few ahead, so that the connection never idles
                                    ◀  the chunk's bytes, in the order asked for
+    Check                          ▶           one donor is asked, while the bytes are on their way
+                                   ◀  Checked(digest)
 
-All donors are asked at once: each takes its digest anew. A donor's state cannot change meanwhile: its next
-commit needs the joiner's header, which the joiner sends only when its own state is complete and verified
-(P15). Sessions are keyed by (step, digest) (P14).
+All donors are asked at once. A donor's state cannot change meanwhile: its next commit needs the joiner's
+header, which the joiner sends only when its own state is complete and verified (P15). Sessions are keyed by
+(step, digest) (P14); a worker that has just started takes the bytes before it knows the digest, and if it
+then does not match, because a donor differs from the others, all again from donors that agree in it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -41,6 +44,8 @@ from perdure.worker.runtime import Runtime
 
 CONNECT_S = 5.0
 IDLE_S = 20.0
+COMMIT_S = 10.0
+"""A donor that is still in its commit when it is asked has so long to finish it."""
 AHEAD = 4
 _LENGTH = struct.Struct("<I")
 _LIMIT = 64 << 20
@@ -96,6 +101,16 @@ class No(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """What is the digest of the state offered?"""
+
+
+class Checked(msgspec.Struct, frozen=True, tag=True):
+    """Taken anew."""
+
+    digest: str
+
+
 class Want(msgspec.Struct, frozen=True, tag=True):
     """The bytes of a chunk."""
 
@@ -103,8 +118,8 @@ class Want(msgspec.Struct, frozen=True, tag=True):
 
 
 _BROKEN = (OSError, WireError, msgspec.DecodeError)
-_FROM_DONOR = msgspec.msgpack.Decoder(Offer | Same | No | Size)
-_FROM_JOINER = msgspec.msgpack.Decoder(Ask | HowLarge | Want)
+_FROM_DONOR = msgspec.msgpack.Decoder(Offer | Same | No | Size | Checked)
+_FROM_JOINER = msgspec.msgpack.Decoder(Ask | HowLarge | Want | Check)
 
 
 class Desk:
@@ -113,6 +128,7 @@ class Desk:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._lock = threading.Lock()
+        self._digesting = threading.Lock()
         self._donor: Donor | None = None
         pull.permit_siblings()
         self._token = pull.Token()
@@ -135,6 +151,9 @@ class Desk:
             _send(sock, answer)
             while donor is not None:
                 want = _FROM_JOINER.decode(_receive(sock))
+                if isinstance(want, Check):
+                    _send(sock, Checked(self._digest(donor)))
+                    continue
                 views = donor.read_views(donor.session, want.index) if isinstance(want, Want) else None
                 if views is None:
                     return
@@ -143,9 +162,15 @@ class Desk:
 
     def _answer(self, ask: Ask) -> tuple[Donor | None, Offer | Same | No]:
         runtime = self._runtime
+        member = runtime.member
+
+        def on_the_way() -> bool:
+            return not member.healing and (member.committed < ask.step or member.committing)
+
         with runtime.lock:
-            member = runtime.member
-            holds = member.committed == ask.step and not member.committing and not member.healing
+            # The joiner may be quicker than this worker's optimizer.
+            runtime.changed.wait_for(lambda: not on_the_way(), COMMIT_S)
+            holds = member.committed == ask.step and not on_the_way() and not member.healing
             records = tuple(member.records.values())
         if not holds:
             return None, No(f"this worker is not at step {ask.step}")
@@ -153,10 +178,17 @@ class Desk:
             if self._donor is None or self._donor.session.step != ask.step:
                 self._donor = runtime.training.donor(ask.step)
             donor = self._donor
-        if donor.session.digest == ask.digest:
+        if ask.digest and self._digest(donor) == ask.digest:
             return None, Same(records)
         memory = Memory(os.getpid(), self._token.address, self._token.value, donor.addresses)
         return donor, Offer(donor.session, donor.description, records, memory)
+
+    def _digest(self, donor: Donor) -> str:
+        """The digest of the state that is given; taken once, however many joiners there are."""
+        with self._digesting:
+            if not donor.session.digest:
+                donor.session = Session(donor.session.step, donor.digest())
+            return donor.session.digest
 
     def forget(self) -> None:
         """The state changes: what was offered is void."""
@@ -172,6 +204,8 @@ class _Line:
     sock: socket.socket
     offer: Offer
     remote: pull.Remote | None
+    talk: threading.Lock = field(default_factory=threading.Lock)
+    """Who holds it asks and is answered."""
 
     def read(self, chunk: Chunk, into: memoryview) -> None:
         """Read a chunk from the donor's memory. Raises GoneError, UnreadableError."""
@@ -211,7 +245,8 @@ class Patient:
         if plan is None:
             return
         self._asked = plan.generation
-        self._own_digest()
+        if self._may_have(plan.base):
+            self._own_digest()
         for donor in plan.members:
             if donor.worker in plan.joiners:
                 continue
@@ -224,29 +259,41 @@ class Patient:
 
     def heal(self, plan: Plan, step: int) -> None:
         """Take the state after `step`; returns when it is in place, or when the plan is superseded."""
-        started = time.monotonic()
-        digest = self._own_digest()
-        lines, same = self._open_lines(plan, step, digest)
         try:
-            if same is not None:
-                self._done(plan, step, 0, started, digest, same.records)
+            if self._may_have(step):
+                self._heal(plan, step, self._own_digest())
                 return
-            if not lines:
-                return
-            session, records = lines[0].offer.session, lines[0].offer.records
-            nbytes = self._begin(plan, step, lines)
-            self._take(lines)
-            if not self._receiver.missing():
-                healed = self._receiver.finish()
-                self._runtime.training.restored()
-                assert healed == session.digest
-                self._done(plan, step, nbytes, started, healed, records)
+            try:
+                self._heal(plan, step, "")
+            except RestoreError:
+                self._heal(plan, step, self._own_digest())
         except RestoreError as error:
             self._runtime.tell(msg.HealFailed(plan.generation, str(error)))
             self._runtime.wait_for(lambda: self._over(plan))
+
+    def _heal(self, plan: Plan, step: int, own: str) -> None:
+        """With the digest of what is here, only from donors that have taken theirs and agree in it."""
+        lines, same = self._open_lines(plan, step, own)
+        started = time.monotonic()  # donors have been waited for until their commits were through
+        try:
+            if same is not None:
+                self._done(plan, step, 0, started, own, same.records)
+                return
+            if not lines:
+                return
+            nbytes = self._begin(plan, step, lines)
+            digest = self._take(lines)
+            if digest and not self._receiver.missing():
+                healed = self._receiver.finish(digest)
+                self._runtime.training.restored()
+                self._done(plan, step, nbytes, started, healed, lines[0].offer.records)
         finally:
             for line in lines:
                 line.close()
+
+    def _may_have(self, step: int) -> bool:
+        """Whether the state that is here may be that after `step`: not if it is a new script's."""
+        return step < 0 or self._runtime.training.restorations > 0
 
     def _own_digest(self) -> str:
         """The digest of the state that is here; it stays until something is taken or restored."""
@@ -303,14 +350,35 @@ class Patient:
         self._runtime.tell(msg.HealStarted(plan.generation, step, nbytes, donors))
         return nbytes
 
-    def _take(self, lines: Sequence[_Line]) -> None:
-        """All lines at once, each taking the next chunk that nobody has asked for."""
+    def _take(self, lines: Sequence[_Line]) -> str:
+        """All lines at once, each taking the next chunk that nobody has asked for; returns the digest."""
         todo: deque[Chunk] = deque(self._receiver.missing())
-        _at_once([functools.partial(self._take_from, line, todo) for line in lines])
+        digests: list[str] = []
+        calls = [functools.partial(self._take_from, line, todo) for line in lines]
+        _at_once([lambda: digests.append(self._digest_of(lines)), *calls])
+        return digests[0]
+
+    def _digest_of(self, lines: Sequence[_Line]) -> str:
+        """The digest of the state that is offered; empty if no donor is left to say it."""
+        near_first = sorted(lines, key=lambda line: line.remote is None)  # their sockets are idle
+        for line in near_first:
+            if line.offer.session.digest:
+                return line.offer.session.digest
+            with contextlib.suppress(*_BROKEN), line.talk:
+                _send(line.sock, Check())
+                answer = _FROM_DONOR.decode(_receive(line.sock))
+                if isinstance(answer, Checked):
+                    return answer.digest
+        return ""
 
     def _take_from(self, line: _Line, todo: deque[Chunk]) -> None:
         if line.remote is not None and not self._read_from(line, todo):
             return
+        with line.talk:
+            self._ask_for(line, todo)
+
+    def _ask_for(self, line: _Line, todo: deque[Chunk]) -> None:
+        """Take chunks through the socket."""
         asked: deque[Chunk] = deque()
         session = line.offer.session
         try:

@@ -272,6 +272,7 @@ class Runtime:
             self.perform(self.member.commit_ended(record))
             generation = self.member.plan.generation if self.member.plan else Generation(0, 0)
             self.reducer.forget_older(generation, self.member.committed + 1)
+            self.changed.notify_all()  # a donor's desk may wait for it
 
     def wait_for(self, what: Callable[[], bool], phase: Phase = Phase.WAIT) -> None:
         """Wait until `what` (asked under the lock) is true."""

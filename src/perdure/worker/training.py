@@ -90,9 +90,7 @@ class Training:
     def donor(self, step: int) -> Donor:
         """Give the state after `step` away; called beside the main thread while that computes step+1."""
         with self._walking:
-            donor = Donor(self.state, Session(step, ""), committed=self.buffers.committed())
-        donor.session = Session(step, donor.digest())
-        return donor
+            return Donor(self.state, Session(step, ""), committed=self.buffers.committed())
 
     def snapshot(self, slab: torch.Tensor | None = None) -> Snapshot:
         """A private copy of the state, for writing in the background."""
