@@ -131,6 +131,11 @@ class Rig:
     def say(self, worker: WorkerId, message: msg.WorkerMessage) -> None:
         self.take(self.job.worker_said(worker, message, self.now))
 
+    def ending(self, worker: WorkerId) -> None:
+        """Its lifeline shows that it is about to be dead."""
+        self.hands.pop(worker, None)
+        self.take(self.job.worker_ending(msg.WorkerEnding(worker, self.now), self.now))
+
     def exit(self, worker: WorkerId, code: int | None = None, signum: int | None = None) -> None:
         self.hands.pop(worker, None)
         self.take(self.job.worker_exited(msg.WorkerExited(worker, code, signum, 0.001, 0.0), self.now))

@@ -136,7 +136,9 @@ def ready_standbys(files: RunDir) -> int:
 
 def case(files: RunDir, kill: Kill) -> Case:
     """A kill's figures from the job's own files."""
+    ending = files.find("worker_ending", kill.time, worker=kill.worker)
     detected = files.find("fault_detected", kill.time, worker=kill.worker)[0]
+    known = ending[0]["noticed_s"] if ending else detected["wall_s"]
     opened = next(e for e in files.find("generation_opened", kill.time) if kill.worker in e["lost"])
     computing = files.find("generation_computing", kill.time, generation=opened["generation"])[0]
     newcomer = files.newcomer(kill)
@@ -145,7 +147,7 @@ def case(files: RunDir, kill: Kill) -> Case:
     times = {commit["step"]: commit["time"] for commit in files.commits}
     base = joined["base"]
     return Case(
-        detect_s=detected["wall_s"] - kill.time,
+        detect_s=known - kill.time,
         regroup_s=computing["wall_s"] - kill.time,
         stall_s=files.stall_s(kill),
         recomputed=opened["dealt"],

@@ -31,6 +31,7 @@ from perdure.schema.messages import (
     Status,
     StopWorker,
     ToWorker,
+    WorkerEnding,
     WorkerExited,
 )
 from perdure.schema.plan import Position, Shape
@@ -122,6 +123,40 @@ def test_a_kill_is_told_within_50_ms(loop: Loop, stage: Stage) -> None:
     took = sorted(loop.do(once()) for _ in range(7))
     print(f"SIGKILL → WorkerExited heard: {[round(1000 * one, 1) for one in took]} ms")
     assert took[3] < 0.05
+
+
+HOLD = """
+import time
+from perdure.schema.messages import Crashed, Joined
+from perdure.worker import boot
+from perdure.worker.link import Link
+link = Link(boot.CONTEXT, print)
+link.send(Joined(link.start()))
+memory = bytearray(b"1") * (256 << 20)
+link.send(Crashed("Last", "here", "", 1))
+time.sleep(60)
+"""
+
+
+def test_that_a_worker_is_ending_is_told_before_the_kernel_has_taken_its_memory_apart(
+    loop: Loop, stage: Stage
+) -> None:
+    async def once() -> tuple[list[str], float]:
+        worker, pid = await stage.start(HOLD)
+        await stage.coordinator.hear(
+            FromWorker, lambda one: one.worker == worker and b"Last" in bytes(one.body)
+        )
+        killed = time.time()
+        os.kill(pid, signal.SIGKILL)
+        await stage.exit_of(worker)
+        heard = [one for one in stage.coordinator.heard if getattr(one, "worker", None) == worker]
+        [ending] = [one for one in heard if isinstance(one, WorkerEnding)]
+        return [type(one).__name__ for one in heard[-2:]], ending.wall_s - killed
+
+    order, took = loop.do(once())
+    print(f"SIGKILL → WorkerEnding: {1000 * took:.1f} ms")
+    assert order == ["WorkerEnding", "WorkerExited"]
+    assert took < 0.05
 
 
 def test_the_exception_and_the_last_lines_are_told(loop: Loop, stage: Stage) -> None:

@@ -141,6 +141,36 @@ def test_a_killed_worker_leaves_at_once_and_its_replacement_joins_at_a_boundary(
     assert rig.faults() == [(1, "signal", "replace")]
 
 
+def test_the_others_go_on_without_a_worker_that_is_ending_before_it_has_ended() -> None:
+    rig = training(workers=3)
+    rig.ending(1)
+    rig.serve()
+    assert rig.members == (0, 2)
+    assert (rig.faults(), rig.starts) == ([], [])
+    assert len(rig.opened()) == 2
+    rig.say(1, msg.Leaving())
+    assert rig.faults() == []
+    rig.exit(1, signum=9)
+    assert rig.faults() == [(1, "signal", "replace")]
+    assert len(rig.starts) == 1
+    assert len(rig.opened()) == 2
+    rig.started()
+    rig.serve()
+    rig.switch()
+    assert rig.members == (0, 2, 3)
+
+
+def test_an_end_that_was_ordered_or_comes_after_the_last_step_is_no_loss() -> None:
+    rig = training(workers=2)
+    rig.say(1, msg.Leaving())
+    rig.serve()
+    rig.switch()
+    opened = len(rig.opened())
+    rig.ending(1)
+    rig.exit(1, code=0)
+    assert len(rig.opened()) == opened
+
+
 def test_an_exception_is_judged_when_it_is_told_and_its_exit_means_nothing() -> None:
     rig = training(workers=2)
     rig.crash(0)

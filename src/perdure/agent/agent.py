@@ -45,6 +45,7 @@ from perdure.schema.messages import (
     Status,
     StopWorker,
     ToWorker,
+    WorkerEnding,
     WorkerExited,
     WorkerSeen,
     WorkerStarted,
@@ -243,6 +244,10 @@ class Agent:
     def worker_said(self, process: WorkerProcess, body: bytes) -> None:
         """Pass a worker's message on."""
         self._link.send(FromWorker(process.worker, msgspec.Raw(body)))
+
+    def worker_ending(self, process: WorkerProcess) -> None:
+        """Tell at once that a worker is ending; how, is told when the kernel is done with it."""
+        self._link.send(WorkerEnding(process.worker, time.time(), _doing(process)))
 
     def worker_exited(self, process: WorkerProcess, exited: Exited) -> None:
         """Tell how a worker ended; all that it said has been passed on before."""

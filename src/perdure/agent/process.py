@@ -1,6 +1,7 @@
 """One worker as its agent sees it: what it says and prints, and how it ends.
 
-The order at a worker's death (P19), all in the callback of its pidfd:
+That it is ending is told as soon as its lifeline shows it (`lifeline`), what it said before that first.
+The order at its death (P19), all in the callback of its pidfd:
 
 1. its process group is killed: DataLoader workers go with it
 2. its control socket is read to the end, then stdout and stderr as far as they hold anything; all that
@@ -25,6 +26,7 @@ from typing import Final, NamedTuple, Protocol
 
 from perdure.agent import procfs
 from perdure.agent.control import Control
+from perdure.agent.lifeline import Lifeline
 from perdure.agent.logs import BoundedLog, Stream
 from perdure.schema import progress
 from perdure.schema.ids import WorkerId
@@ -52,6 +54,9 @@ class Watcher(Protocol):
     def worker_said(self, process: WorkerProcess, body: bytes) -> None:
         """One whole message of the worker, valid and undecoded."""
 
+    def worker_ending(self, process: WorkerProcess) -> None:
+        """The worker is about to be dead: the kernel has begun to take it apart."""
+
     def worker_exited(self, process: WorkerProcess, exited: Exited) -> None:
         """The worker is dead and everything that it said has been told."""
 
@@ -62,7 +67,7 @@ class Ends:
     def __init__(self) -> None:
         self.control, self._their_control = socket.socketpair()
         self.page = os.memfd_create("perdure-progress", os.MFD_CLOEXEC)
-        os.ftruncate(self.page, progress.PAGE_BYTES)
+        os.ftruncate(self.page, progress.PAGE_BYTES + progress.LIFELINE_BYTES)
         self.out, self._their_out = os.pipe()
         self.err, self._their_err = os.pipe()
 
@@ -102,6 +107,7 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self._pidfd = os.pidfd_open(pid)
         self._page = mmap.mmap(ends.page, progress.PAGE_BYTES, prot=mmap.PROT_READ)
+        self._lifeline = Lifeline(ends.page, self._on_thread(self._on_ending))
         os.close(ends.page)
         self._out = Stream(
             ends.out, BoundedLog(logs / f"worker-{worker}.out"), lambda line: show(line, False)
@@ -141,6 +147,8 @@ class WorkerProcess:
         message = _DECODER.decode(body)
         if isinstance(message, Joined):
             self.joined = True
+            if message.lifeline:
+                self._lifeline.watch()
         elif isinstance(message, Ready):
             self.ready = message
         self._watcher.worker_said(self, body)
@@ -148,6 +156,20 @@ class WorkerProcess:
     def _on_broken(self, reason: str) -> None:
         self._err.note(f"perdure: worker {self.worker} is killed: {reason}")
         self.signal(signal.SIGKILL)
+
+    def _on_thread(self, call: Callable[[], None]) -> Callable[[], None]:
+        """`call` from another thread; nothing happens once the loop is closed."""
+
+        def later() -> None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(call)
+
+        return later
+
+    def _on_ending(self) -> None:
+        if self.alive:
+            self._control.drain()
+            self._watcher.worker_ending(self)
 
     def _on_death(self) -> None:
         noticed_s = time.monotonic()
@@ -171,6 +193,7 @@ class WorkerProcess:
     async def _bury(self) -> None:
         try:
             await asyncio.to_thread(procfs.end_session, self.pid)
+            await asyncio.to_thread(self._lifeline.close, LINGER_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
                     await self._out.ended.wait()

@@ -188,6 +188,8 @@ class Server:
                 self._act(lambda now: job.agent_joined(message, now))
             case msg.WorkerStarted(worker, pid):
                 self._act(lambda now: job.worker_started(worker, pid, now))
+            case msg.WorkerEnding():
+                self._act(lambda now: job.worker_ending(message, now))
             case msg.WorkerExited(worker):
                 self._in_background(self._discard(worker))
                 self._act(lambda now: job.worker_exited(message, now))

@@ -37,6 +37,16 @@ class Deaths:
         self._missing: dict[WorkerId, tuple[Worker, float]] = {}
         self._accounted: set[WorkerId] = set()
 
+    def ending(self, worker: Worker, ending: msg.WorkerEnding, now: float) -> None:
+        """A worker process has begun to end: the others go on without it; the rest waits for its exit."""
+        office = self._office
+        if office.phase != "training" or worker.stopped or worker.released or not worker.ready:
+            return
+        worker.ending = True
+        office.event("worker_ending", worker=worker.id, node=worker.node, noticed_s=ending.wall_s)
+        self._put_down(worker.id)
+        self._lost(worker.id, now, _doing(ending.doing))
+
     def exited(self, worker: Worker, exited: msg.WorkerExited, now: float) -> None:
         """A worker process is gone; it is not among the staff any more."""
         office = self._office

@@ -161,6 +161,13 @@ class Job:
             self._office.event("worker_started", worker=worker, pid=pid)
         return self._go_on(now)
 
+    def worker_ending(self, ending: msg.WorkerEnding, now: float) -> list[Action]:
+        """A worker process has begun to end; how, is not known yet."""
+        worker = self.staff.workers.get(ending.worker)
+        if worker is not None:
+            self._deaths.ending(worker, ending, now)
+        return self._go_on(now)
+
     def worker_exited(self, exited: msg.WorkerExited, now: float) -> list[Action]:
         """A worker process ended, its socket drained.
 
@@ -176,7 +183,7 @@ class Job:
     def worker_said(self, worker: WorkerId, message: msg.WorkerMessage, now: float) -> list[Action]:
         """A worker's message; one of a worker that is already gone changes nothing (G4)."""
         who = self.staff.workers.get(worker)
-        if who is not None and (not who.stopped or isinstance(message, msg.Crashed)):
+        if who is not None and (not (who.stopped or who.ending) or isinstance(message, msg.Crashed)):
             handler: Callable[[Worker, Any, float], None] = getattr(
                 self, f"_on_{type(message).__name__.lower()}"
             )

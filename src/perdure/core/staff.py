@@ -35,6 +35,7 @@ class Worker:
     leaving: bool = False
     released: bool = False
     stopped: bool = False
+    ending: bool = False
     finished: int | None = None
     broke_off: bool = False
     last_record: Record | None = None

@@ -34,7 +34,12 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Joined(Message, frozen=True):
-    """`perdure.join` was called: from here on the protocol, not the launcher, answers a failure."""
+    """`perdure.join` was called: from here on the protocol, not the launcher, answers a failure.
+
+    `lifeline`: it holds the lock by which its agent sees early that it ends.
+    """
+
+    lifeline: bool = False
 
 
 class Ready(Message, frozen=True):
@@ -338,6 +343,17 @@ class WorkerStarted(Message, frozen=True):
     pid: int
 
 
+class WorkerEnding(Message, frozen=True):
+    """A worker process has begun to end: nothing more comes of it. How it ended is told later.
+
+    `wall_s` is when its agent knew, `doing` what its progress page says.
+    """
+
+    worker: WorkerId
+    wall_s: float
+    doing: Progress | None = None
+
+
 class WorkerExited(Message, frozen=True):
     """A worker process ended, its socket drained to the end (P19).
 
@@ -373,7 +389,7 @@ class Asked(Message, frozen=True):
     signum: int
 
 
-AgentMessage = AgentHello | WorkerStarted | WorkerExited | FromWorker | Status | Asked
+AgentMessage = AgentHello | WorkerStarted | WorkerEnding | WorkerExited | FromWorker | Status | Asked
 
 
 class AgentWelcome(Message, frozen=True):

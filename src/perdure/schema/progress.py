@@ -16,6 +16,9 @@ import msgspec
 PAGE_BYTES: Final = 4096
 """Size of the shared page."""
 
+LIFELINE_BYTES: Final = 4096
+"""The page after it: a robust mutex that the worker holds while it lives (`agent.lifeline`)."""
+
 RECORD: Final = struct.Struct("=QQqqQQ")
 """counter, phase, step, micro-batch, samples, counter again."""
 

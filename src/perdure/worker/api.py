@@ -105,9 +105,9 @@ class Job:
             self._welcomed = threading.Event()
             link = Link(self._context, self._on_message)
             self._send = link.send
-            link.start()
+            lifeline = link.start()
             link.leave_on_sigterm()
-            self._send(msg.Joined())
+            self._send(msg.Joined(lifeline))
             self._welcomed.wait()
 
     # ── what the script sees ────────────────────────────────────────────────────────────────────────

@@ -29,6 +29,7 @@ from perdure.schema.errors import PerdureError, UsageError
 from perdure.schema.ids import WorkerId
 from perdure.schema.messages import Crashed, Fork, Progress, WorkerMessage
 from perdure.schema.wire import encode
+from perdure.worker.lifeline import Lifeline
 from perdure.worker.progress import ProgressPage
 
 TRACEBACK_CHARS: Final = 65536
@@ -50,6 +51,7 @@ class Context:
     control: socket.socket
     progress: ProgressPage
     data_key: bytes
+    lifeline: Lifeline
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: WorkerMessage) -> None:
@@ -89,7 +91,7 @@ def run(fork: Fork, control: socket.socket, page_fd: int) -> None:
     SystemExit or KeyboardInterrupt, to the interpreter, which then ends as it does after any script."""
     global CONTEXT, ENDING
     CONTEXT = context = Context(
-        fork.worker, fork.node, fork.host, control, ProgressPage(page_fd), fork.data_key
+        fork.worker, fork.node, fork.host, control, ProgressPage(page_fd), fork.data_key, Lifeline(page_fd)
     )
     os.close(page_fd)
     os.register_at_fork(after_in_child=_forget_launcher)

@@ -30,14 +30,18 @@ class Link:
         self._context = context
         self._on_message = on_message
         self._leaving = False
+        self._begun = threading.Event()
+        self._held = False
         wake, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake_fd = close_in_children(Descriptor(wake))
         close_in_children(Descriptor(self._wake))
         self._thread = threading.Thread(target=defect.fatal(self._run), name="perdure-link", daemon=True)
 
-    def start(self) -> None:
-        """Start reading."""
+    def start(self) -> bool:
+        """Start reading, and hold the worker's lifeline; whether that could be had."""
         self._thread.start()
+        self._begun.wait()
+        return self._held
 
     def send(self, message: WorkerMessage) -> None:
         """Send a message to the coordinator; without an agent the process ends."""
@@ -55,6 +59,8 @@ class Link:
         os.write(self._wake, b"T")
 
     def _run(self) -> None:
+        self._held = self._context.lifeline.hold()
+        self._begun.set()
         control = self._context.control
         reader: FrameReader[CoordinatorMessage] = FrameReader(CoordinatorMessage)
         poll = select.poll()

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from perdure.sim.protocol.simulation import Simulation
     from perdure.sim.protocol.worker import SimWorker
 
+EARLY = 0.5
+"""The share of ends that show in a worker's lifeline first."""
+
+TEARDOWN_S = 0.1
+"""The kernel's work from then until the end."""
+
 
 class SimAgent:
     """One node."""
@@ -96,10 +102,18 @@ class SimAgent:
         self._say((worker, message))
 
     def exited(self, worker: WorkerId, exit_code: int | None) -> None:
-        """Tell how a worker ended, after all that it said."""
+        """Tell how a worker ended, after all that it said; often that it ends comes well before."""
         del self.processes[worker]
         signum = None if exit_code is not None else 1 + self.sim.next_number()
-        self._say(msg.WorkerExited(worker, exit_code, signum, 0.0, self.sim.world.now))
+
+        def gone() -> None:
+            self._say(msg.WorkerExited(worker, exit_code, signum, 0.0, self.sim.world.now))
+
+        if self.sim.world.chance.flip(EARLY):
+            self._say(msg.WorkerEnding(worker, self.sim.world.now))
+            self.sim.world.after(self.sim.world.chance.delay(TEARDOWN_S), gone)
+        else:
+            gone()
 
     def _say(self, message: msg.AgentMessage | tuple[WorkerId, msg.WorkerMessage]) -> None:
         coordinator = self.coordinator

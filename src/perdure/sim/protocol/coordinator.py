@@ -110,6 +110,8 @@ class SimCoordinator:
                 self._carry(self.job.worker_said(worker, body, now))
             case msg.WorkerStarted(worker, pid):
                 self._carry(self.job.worker_started(worker, pid, now))
+            case msg.WorkerEnding():
+                self._carry(self.job.worker_ending(message, now))
             case msg.WorkerExited():
                 self._carry(self.job.worker_exited(message, now))
 
