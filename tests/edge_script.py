@@ -21,6 +21,7 @@ import edge_tasks
 import perdure
 import tasks
 from edge_tasks import Losses
+from perdure.worker import heal
 from reference import state_digest
 from train_task import Diary
 
@@ -36,6 +37,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pace-ms", type=float, default=0, help="added to each micro-batch")
     parser.add_argument("--unprotected", action="store_true", help="a counter that nobody heals")
     parser.add_argument("--kill", default="", metavar="STEP:MICRO_BATCH", help="SIGKILL before its backward")
+    parser.add_argument("--flip", type=int, default=-1, metavar="STEP", help="a bit of the first donor")
     parser.add_argument("--raise", dest="raises", default="", metavar="STEP", help="in its commit")
     parser.add_argument("--break", dest="breaks", type=int, default=-1, metavar="STEP", help="after it")
     parser.add_argument("--evaluate", action="store_true", help="after each step")
@@ -88,6 +90,8 @@ def train(args: argparse.Namespace) -> None:
         loss, _ = parts.loss(batch)
         return {"error": float(loss), "drawn": float(torch.rand(()))}, len(batch[0])
 
+    if args.flip >= 0:
+        _flip_when_asked(args, next(parts.protected["model"].parameters()))
     counter = 0
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -135,6 +139,19 @@ def train(args: argparse.Namespace) -> None:
         if args.tail == "exit":
             sys.exit(9)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _flip_when_asked(args: argparse.Namespace, parameter: torch.Tensor) -> None:
+    """Memory that goes wrong after the commit that is to be given away."""
+    answer = heal.Desk._answer
+
+    def flipped(desk: heal.Desk, ask: heal.Ask) -> Any:
+        answered = answer(desk, ask)
+        if ask.step >= args.flip and strike(args.notes, "flip"):
+            parameter.detach().view(-1).view(torch.uint8)[0] ^= 1
+        return answered
+
+    heal.Desk._answer = flipped  # type: ignore[method-assign]
 
 
 @torch.no_grad()

@@ -60,6 +60,20 @@ def test_state_that_is_not_protected_is_found_out_and_named(tmp_path: Path) -> N
     assert kinds[1][0] != kinds[2][0]
 
 
+def test_a_donor_whose_memory_goes_wrong_is_found_out_and_replaced(tmp_path: Path) -> None:
+    """P8, P14: the joiner may have taken the wrong bit or not; nobody commits with it."""
+    launched = run(
+        tmp_path, SCRIPT, "mlp", "--notes", tmp_path, "--blocks", 4, "--steps", 60, "--pace-ms", 20,
+        "--kill", "3:5", "--flip", 3, options=["--nproc-per-node", 4],
+    )  # fmt: skip
+    assert (tmp_path / "flip.struck").exists()
+    assert launched.steps() == list(range(60))
+    kinds = [fault["kind"] for fault in launched.events("fault_detected")]
+    assert kinds[:2] == ["signal", "corrupt"]
+    assert set(kinds[1:]) == {"corrupt"}
+    expect(tmp_path, judged("mlp", steps=60))
+
+
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_an_error_in_the_data_set_is_a_fault_once_and_the_scripts_error_twice(
     loaders: int, tmp_path: Path

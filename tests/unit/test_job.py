@@ -455,6 +455,24 @@ def test_connections_that_keep_failing_cost_a_worker() -> None:
     assert rig.faults() == [(2, "hang", "replace")]
 
 
+def test_trouble_in_the_next_generation_too_is_not_forgotten_with_the_older_one() -> None:
+    rig = training(workers=3)
+    rig.kill(2)
+    rig.serve()
+    rig.started()
+    rig.serve()
+    now = rig.hands[0].generation
+    planned = rig.hands[0].prepared
+    assert planned is not None
+    rig.say(0, msg.Trouble(now, 1, "reset"))
+    rig.say(0, msg.Trouble(planned.generation, 1, "reset"))
+    rig.switch()
+    opened = len(rig.opened())
+    rig.wait(1.1)
+    rig.serve()
+    assert len(rig.opened()) == opened + 1
+
+
 def test_trouble_of_an_older_generation_means_nothing() -> None:
     rig = training(workers=2)
     rig.say(0, msg.Trouble(Generation(1, 0), 1, "reset"))

@@ -50,8 +50,10 @@ class Deadlines:
 
     def trouble(self, generation: Generation, peer: WorkerId, now: float) -> None:
         """A worker lost its connection to `peer`."""
-        if self._office.membership.concerns(generation):
-            self._troubles.setdefault(peer, (generation, now))
+        known = self._troubles.get(peer)
+        # One on offer may be the next: its trouble must outlast that of the one in force.
+        if self._office.membership.concerns(generation) and (known is None or known[0] < generation):
+            self._troubles[peer] = (generation, now)
 
     def _opening(self, now: float) -> None:
         membership = self._office.membership

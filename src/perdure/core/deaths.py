@@ -140,10 +140,12 @@ class Deaths:
     def outvoted(self, digests: Mapping[WorkerId, str], when: str, now: float) -> bool:
         """P8: those whose state is not the majority's are ended; true if there are such.
 
-        Joiners that differ twice in a row end the run instead (E14).
+        A joiner has its state from one of the others and is no witness for that. Joiners that differ twice
+        in a row end the run instead (E14).
         """
         office = self._office
-        counts = [(list(digests.values()).count(d), -w, w) for w, d in digests.items()]
+        votes = [d for w, d in digests.items() if w not in office.heals.unproved] or list(digests.values())
+        counts = [(votes.count(d), -w, w) for w, d in digests.items()]
         right = digests[max(counts)[2]]
         wrong = [w for w, d in digests.items() if d != right]
         death = Death("corrupt", None, None, message=f"its state {when} differs from the others'")

@@ -25,27 +25,27 @@ class Heals:
     """Joiners that have not been proved yet, and how many in a row were refuted."""
 
     def __init__(self) -> None:
-        self._unproved: dict[WorkerId, int] = {}
+        self.unproved: dict[WorkerId, int] = {}
         self._in_a_row = 0
 
     def joined(self, workers: Iterable[WorkerId], base: int) -> None:
         """These took, or take, the state after step `base` from a peer."""
-        self._unproved.update(dict.fromkeys(workers, base))
+        self.unproved.update(dict.fromkeys(workers, base))
 
     def agreed(self, step: int) -> None:
         """All members had the same state after `step`, and compared it."""
-        proved = [worker for worker, base in self._unproved.items() if base < step]
+        proved = [worker for worker, base in self.unproved.items() if base < step]
         for worker in proved:
-            del self._unproved[worker]
+            del self.unproved[worker]
         if proved:
             self._in_a_row = 0
 
     def refuted(self, workers: Collection[WorkerId]) -> bool:
         """These differed from the others; true if there must be a cause that goes on."""
-        fresh = [worker for worker in workers if self._unproved.pop(worker, None) is not None]
+        fresh = [worker for worker in workers if self.unproved.pop(worker, None) is not None]
         self._in_a_row = self._in_a_row + 1 if fresh else 0
         return self._in_a_row >= IN_A_ROW_MAX
 
     def lost(self, worker: WorkerId) -> None:
         """A worker is gone, for whatever reason."""
-        self._unproved.pop(worker, None)
+        self.unproved.pop(worker, None)

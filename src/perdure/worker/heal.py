@@ -318,7 +318,9 @@ class Patient:
                 sock.close()
 
         _at_once([functools.partial(ask, donor) for donor in donors])
-        agreed = [line for line in lines if not same and line.offer.session == lines[0].offer.session]
+        sessions = [line.offer.session for line in lines if not same]
+        usual = max(sessions, key=sessions.count, default=None)
+        agreed = [line for line in lines if line.offer.session == usual]
         for line in lines:
             if line not in agreed:
                 line.close()
