@@ -75,7 +75,12 @@ class Started:
 
 
 def perdure(
-    workload: Workload, run_dir: Path, steps: int, *options: str, launcher: Sequence[str] = ()
+    workload: Workload,
+    run_dir: Path,
+    steps: int,
+    *options: str,
+    launcher: Sequence[str] = (),
+    extra: Mapping[str, str] | None = None,
 ) -> Started:
     """perdure's job; `launcher` are arguments of `perdure run`, `options` of the script."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +89,7 @@ def perdure(
         *launcher,
         *(HERE / "train_perdure.py", *workload.arguments(), "--steps", str(steps), *options),
     ]
-    return Started(command, run_dir.with_suffix(".log"))
+    return Started(command, run_dir.with_suffix(".log"), extra)
 
 
 def ddp(

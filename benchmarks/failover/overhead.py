@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ SIZES = {
     STEP_1S: Size(launches=2, pairs=8, segment=6),
     STEP_100MS: Size(launches=3, pairs=10, segment=31),
 }
+SMALL_PAGES = ("PERDURE_HUGE_PAGES", "0")
 BOUNDS = {STEP_1S: 1.03, STEP_100MS: 1.08}
 DDP_OPTIONS = ("--bucket-view",)
 
@@ -58,30 +61,50 @@ class Pair:
 
 
 def measure(scale: float) -> list[Figure]:
-    """Both step lengths; `scale` multiplies the number of pairs."""
-    found = []
-    for workload, size in SIZES.items():
-        launches = max(1, round(size.launches * min(1.0, scale)))
-        pairs = [pair for _ in range(launches) for pair in launch(workload, size, scale)]
-        ratios = [pair.ratio for pair in pairs]
-        found.append(
-            Figure(
-                name=f"fault-free step, perdure / DDP, {workload.name}",
-                value=statistics.median(ratios),
-                bound=BOUNDS[workload],
-                interval=interval(ratios),
-                samples=ratios,
-                note=f"median step perdure {statistics.median(p.perdure.step_s for p in pairs):.4f} s,"
-                f" DDP {statistics.median(p.ddp.step_s for p in pairs):.4f} s; {len(pairs)} pairs of"
-                f" {size.segment - 1} steps; processor time"
-                f" {statistics.median(p.cpu_ratio for p in pairs):.3f}",
-            )
+    """Both step lengths, and the shorter one without huge pages; `scale` multiplies the number of pairs."""
+    found = [
+        figure(f"fault-free step, perdure / DDP, {workload.name}", workload, SIZES[workload], scale, bound)
+        for workload, bound in BOUNDS.items()
+    ]
+    found.append(
+        figure(
+            f"the same with {SMALL_PAGES[0]}={SMALL_PAGES[1]}, {STEP_100MS.name}, small pages",
+            STEP_100MS,
+            dataclasses.replace(SIZES[STEP_100MS], launches=1),
+            scale,
+            extra=dict([SMALL_PAGES]),
         )
+    )
     return found
 
 
-def launch(workload: Workload, size: Size, scale: float) -> list[Pair]:
-    """The pairs of segments in one launch of both jobs."""
+def figure(
+    name: str,
+    workload: Workload,
+    size: Size,
+    scale: float,
+    bound: float | None = None,
+    extra: Mapping[str, str] | None = None,
+) -> Figure:
+    """The median ratio of the pairs of several launches."""
+    launches = max(1, round(size.launches * min(1.0, scale)))
+    pairs = [pair for _ in range(launches) for pair in launch(workload, size, scale, extra or {})]
+    ratios = [pair.ratio for pair in pairs]
+    return Figure(
+        name=name,
+        value=statistics.median(ratios),
+        bound=bound,
+        interval=interval(ratios),
+        samples=ratios,
+        note=f"median step perdure {statistics.median(p.perdure.step_s for p in pairs):.4f} s,"
+        f" DDP {statistics.median(p.ddp.step_s for p in pairs):.4f} s; {len(pairs)} pairs of"
+        f" {size.segment - 1} steps; processor time"
+        f" {statistics.median(p.cpu_ratio for p in pairs):.3f}",
+    )
+
+
+def launch(workload: Workload, size: Size, scale: float, extra: Mapping[str, str]) -> list[Pair]:
+    """The pairs of segments in one launch of both jobs; perdure's gets `extra` in its environment."""
     pairs = max(2, round(size.pairs * scale))
     steps = (pairs + 1) * size.segment
     with tempfile.TemporaryDirectory(prefix="perdure-bench-") as name:
@@ -90,7 +113,7 @@ def launch(workload: Workload, size: Size, scale: float) -> list[Pair]:
         options = ("--gate", str(folder / "gate"), "--segment", str(size.segment))
         try:
             with (
-                jobs.perdure(workload, folder / "run", steps, *options) as ours,
+                jobs.perdure(workload, folder / "run", steps, *options, extra=extra) as ours,
                 jobs.ddp(workload, folder / "ddp.log", steps, *options, *DDP_OPTIONS) as theirs,
             ):
                 try:
