@@ -49,6 +49,11 @@ class Judge:
         """Whether this worker is one of the job's: alive, and not declared lost (G4)."""
         return worker.alive and not worker.excluded
 
+    def _before_the_restart(self, worker: SimWorker) -> bool:
+        """Whether what this worker does is still by the word of a coordinator that is no more."""
+        plan = worker.member.plan
+        return plan is not None and plan.generation.incarnation < self.sim.durable.incarnation
+
     # ── computing ───────────────────────────────────────────────────────────────────────────────────
 
     def started(self, worker: SimWorker, step: int, micro_batch: int) -> None:
@@ -164,6 +169,8 @@ class Judge:
         for worker in self.sim.workers.values():
             member = worker.member
             working = self.counts(worker) and member.plan is not None and not member.left
+            if working and self._before_the_restart(worker):
+                continue  # what it has is still to be collected (P9)
             if working and not worker.leaving and member.committed < record.step:
                 self.wrong(f"P18: step {record.step} is written, but w{worker.id} has not committed it")
         if record.digest not in self._reached[record.step]:
