@@ -62,6 +62,7 @@ class Rig:
         self.saves: list[core.PublishSave] = []
         self.discarded: list[str] = []
         self.blocks: list[int] = []
+        self.given_up: list[WorkerId] = []
         self.ended: core.End | None = None
         self.restored = -1
 
@@ -91,6 +92,8 @@ class Rig:
                     self.discarded.append(partial)
                 case core.Persist(blocks):
                     self.blocks.append(blocks)
+                case core.GiveUp(workers):
+                    self.given_up += workers
                 case core.Say(text):
                     self.said.append(text)
                 case core.End():

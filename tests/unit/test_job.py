@@ -363,6 +363,22 @@ def test_a_new_coordinator_collects_everybody_before_it_opens_a_number_of_its_ow
     assert new.kills == []
 
 
+def test_a_worker_that_was_given_up_is_not_taken_back_by_a_new_coordinator() -> None:
+    """G4."""
+    old = training(workers=2)
+    old.hello("b", workers=1)
+    old.started()
+    old.serve()
+    old.switch()
+    old.take(old.job.agent_lost("b", old.now))
+    old.wait(60.0)
+    assert old.given_up == [2]
+    new = restarted(old, given_up=tuple(old.given_up))
+    new.hello(seen=[0, 1])
+    new.hello("b", workers=1, seen=[2])
+    assert new.kills == [2]
+
+
 def test_a_new_coordinator_does_not_wait_for_ever_and_judges_who_died_meanwhile() -> None:
     new = restarted(training(workers=3, steps=4))
     del new.hands[2]

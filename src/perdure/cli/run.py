@@ -151,6 +151,7 @@ class Launch:
             log_samples=args.log_samples,
             blocks=kept.blocks,
             first_worker=kept.next_worker,
+            given_up=kept.given_up,
             last_step=files.last_step,
             digests=files.digests,
             checkpoints=tuple(str(path) for path in store.newest_first()),

@@ -27,6 +27,7 @@ class JobFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int = 0
     blocks: int = 0
     next_worker: int = 0
+    given_up: tuple[int, ...] = ()
     script: tuple[str, ...] = ()
 
 

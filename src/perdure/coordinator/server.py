@@ -253,6 +253,10 @@ class Server:
                     self._in_background(_remove(Path(partial)))
                 case core.Persist(blocks):
                     self._run_dir.keep(msgspec.structs.replace(self._run_dir.job, blocks=blocks))
+                case core.GiveUp(workers):
+                    known = self._run_dir.job
+                    given_up = (*known.given_up, *workers)
+                    self._run_dir.keep(msgspec.structs.replace(known, given_up=given_up))
                 case core.Say(text):
                     self._ports.say(text)
                 case core.End():

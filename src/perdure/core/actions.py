@@ -93,6 +93,13 @@ class Persist:
 
 
 @dataclass(frozen=True)
+class GiveUp:
+    """Keep with the job that these workers, out of reach, are none of it any more (G4)."""
+
+    workers: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True)
 class Say:
     """A line for the people at the terminals."""
 
@@ -109,5 +116,6 @@ class End:
 
 Action = (
     Send | Start | Kill | TurnAway | Event | WriteRecord | PublishCheckpoint | Discard | PublishSave | Persist
+    | GiveUp
     | Say | End
 )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from perdure.core.actions import GiveUp
 from perdure.core.failures import Death, Decision
 from perdure.core.heals import CAUSE
 from perdure.core.office import Office
@@ -96,6 +97,8 @@ class Deaths:
         office = self._office
         del office.staff.nodes[node.name]
         office.say(f"node {node.name} is lost")
+        if there := tuple(worker.id for worker in office.staff.on(node.name)):
+            office.want(GiveUp(there))
         for worker in office.staff.on(node.name):
             del office.staff.workers[worker.id]
             self._accounted.add(worker.id)

@@ -29,6 +29,7 @@ from perdure.core.actions import (
     Discard,
     End,
     Event,
+    GiveUp,
     Kill,
     Persist,
     PublishCheckpoint,
@@ -450,7 +451,7 @@ class Job:
         self.staff.workers[seen.worker] = worker
         self.staff.joins = self.staff.joins or seen.joined
         self.staff.first_id = max(self.staff.first_id, seen.worker + 1)
-        if not fresh or seen.ready is None:
+        if not fresh or seen.ready is None or seen.worker in self.settings.given_up:
             self._office.kill(seen.worker)
             return
         self._rejoin_until = self._rejoin_until or now + REJOIN_S
@@ -552,6 +553,7 @@ __all__ = [
     "Discard",
     "End",
     "Event",
+    "GiveUp",
     "Job",
     "Kill",
     "Persist",

@@ -11,9 +11,9 @@ from perdure.schema.ids import WorkerId
 class Settings:
     """The launcher's options, and what the run directory knows of earlier runs.
 
-    `blocks`, `first_worker`, `last_step`, `digests` and `checkpoints` come from the run directory;
-    `home_node` is the node whose disk the checkpoints are on. A job of at most `max_nodes` nodes turns others
-    away.
+    `blocks`, `first_worker`, `given_up`, `last_step`, `digests` and `checkpoints` come from the run
+    directory; `home_node` is the node whose disk the checkpoints are on. A job of at most `max_nodes` nodes
+    turns others away.
     """
 
     job: str
@@ -27,6 +27,7 @@ class Settings:
     log_samples: bool = False
     blocks: int = 0
     first_worker: WorkerId = 0
+    given_up: tuple[WorkerId, ...] = ()
     last_step: int = -1
     digests: dict[int, str] = field(default_factory=dict)
     checkpoints: tuple[str, ...] = ()

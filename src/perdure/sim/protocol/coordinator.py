@@ -35,6 +35,7 @@ class Durable:
     incarnation: int = 0
     first_worker: WorkerId = 0
     blocks: int = 0
+    given_up: tuple[WorkerId, ...] = ()
 
 
 class SimCoordinator:
@@ -55,6 +56,7 @@ class SimCoordinator:
             checkpoint_every=sim.schedule.checkpoint_every,
             blocks=sim.shape.blocks,
             first_worker=durable.first_worker,
+            given_up=durable.given_up,
             last_step=durable.records[-1].step if durable.records else -1,
             digests={record.step: record.digest for record in durable.records},
             checkpoints=tuple(durable.newest_first[:2]),
@@ -157,6 +159,8 @@ class SimCoordinator:
                 case core.WriteRecord(record):
                     self.sim.judge.written(record)
                     self.sim.durable.records.append(record)
+                case core.GiveUp(workers):
+                    self.sim.durable.given_up += workers
                 case core.PublishCheckpoint(written):
                     self._publish(written)
                 case core.End(exit_code, text):
