@@ -358,3 +358,26 @@ def test_in_a_large_fleet_only_what_matters_is_looked_at() -> None:
         assert all(after.places.get(n) == i for i, pipeline in enumerate(after.pipelines) for n in pipeline)
         assert after.sizes == fleet(after.pipelines).sizes
         now = after
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("of_each", [1, 2])
+def test_a_large_fleet_whose_every_pipeline_is_hit(size: int, of_each: int) -> None:
+    """No pipeline is left to stand for the others: all are looked at."""
+    pipelines = tuple(tuple(range(first, first + size)) for first in range(0, 40 * size, size))
+    lost = frozenset(node for pipeline in pipelines for node in pipeline[:of_each])
+    assert fleet(pipelines).touched(lost, size) == tuple(range(40))
+    work = plain_job(40 * size)
+    policy = make("oobleck", {"nodes_least": {"job": size}})
+    layout = policy.begin(work, range(40 * size))
+    assert layout is not None
+    held = tuple(node for node in range(40 * size) if node not in lost)
+    fault = Fault(1, Method.NODE, tuple(sorted(lost)), 0.5)
+    decision = policy.decide(work, View(layout, held, 40 * size), fault)
+    assert decision is not None
+    if held:
+        assert decision.layout is not None
+        assert decision.layout.nodes == len(held)
+    else:
+        assert decision.layout is None
+        assert decision.lost is Lost.CHECKPOINT

@@ -335,8 +335,8 @@ class Fleet:
     def touched(self, lost: frozenset[int], least: int) -> tuple[int, ...]:
         """The pipelines that matter when `lost` are lost: those that are hit, the largest, which may lend.
 
-        One more stands for all the others, as a holder of every layer and to be merged with. In small fleets
-        all matter.
+        One more stands for all the others, if there are others, as a holder of every layer and to be merged
+        with. In small fleets all matter.
         """
         hit = {index for node in lost if (index := self.places.get(node)) is not None}
         count = len(self.pipelines)
@@ -347,7 +347,7 @@ class Fleet:
         chosen = set(hit)
         if short and self.sizes[-1][0] > least:
             chosen.update(self._largest(short + len(hit), least))
-        chosen.add(next(index for index in range(count) if index not in hit))
+        chosen.update(islice((index for index in range(count) if index not in hit), 1))
         return tuple(sorted(chosen))
 
     def _largest(self, wanted: int, above: int) -> list[int]:
