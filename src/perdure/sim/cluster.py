@@ -277,7 +277,8 @@ class Cluster:
         owner.slow[event.node] = event.factor
         owner.refresh(now)
         if owner.running:
-            self._decide(now, owner, Slowed(event.node, event.factor), self._pool.some(1), ())
+            # A node that is given up leaves the plan, or the job, one short.
+            self._replan |= self._decide(now, owner, Slowed(event.node, event.factor), self._pool.some(1), ())
 
     def _fast(self, now: float, node: int) -> None:
         """A slow spell is over, unless a later one has begun."""
@@ -321,7 +322,10 @@ class Cluster:
             self._submit(now, argument)
 
     def _follow(self, now: float, job: JobRun, outcome: str | None) -> None:
-        """A job ended, or computes again and may want nodes."""
+        """A job ended, or may want nodes: it computes again, or it waits from now on.
+
+        Nodes that came while it was busy with something else were not offered to it.
+        """
         if outcome == "ended":
             self._journal.write(now, "job_ended", job=job.name)
             nodes = tuple(job.held)
@@ -331,17 +335,17 @@ class Cluster:
             job.leave(now)
             self._pool.settle(now)
             self._replan = True
+        elif outcome == "waits":
+            self._replan = True
         elif outcome == "ready" and self._pool.free and len(job.held) < job.nominal:
             self._replan |= self._policy.deals == "queue"
 
     def _submit(self, now: float, job: JobRun) -> None:
-        """A late job joins the plan; without a planner it takes what is free, its minimum at least."""
+        """A late job joins the plan; without a planner it waits for its first nodes."""
         job.active = True
         job.waiting_since = now
         self._journal.write(now, "job_submitted", job=job.name)
-        if self._policy.deals == "queue":
-            useful = job.work.curve.nodes_max
-            job.nominal = max(job.work.nodes_min, min(useful, len(self._pool.free)))
+        job.reason = "waits for its first nodes"
         self._replan = True
 
     # -- decisions -------------------------------------------------------------------------------------------
@@ -458,9 +462,27 @@ class Cluster:
         for job in sorted(self._jobs, key=lambda job: (job.state != "wait", job.waiting_since)):
             if not job.active or job.state not in ("wait", "run", "recompute"):
                 continue
+            if job.nominal == 0:
+                self._first_nodes(now, job)
+                continue
             free = self._pool.some(job.nominal - len(job.held))
             if free or job.state == "wait":
                 self._decide(now, job, Offered(), free, ())
+
+    def _first_nodes(self, now: float, job: JobRun) -> None:
+        """A job without a share begins when its minimum is free; what it then gets is its share.
+
+        Nodes that other jobs were given are theirs, also while they are being repaired, and spares replace
+        nodes: only planned ones that nobody was given can be had.
+        """
+        planned = self._setup.nodes - sum(other.nominal for other in self._jobs if other.active)
+        share = min(len(self._pool.free), planned, job.work.curve.nodes_max)
+        if share < job.work.nodes_min:
+            return
+        job.nominal = share
+        self._decide(now, job, Offered(), self._pool.some(share), ())
+        if job.layout is None and not job.held:
+            job.nominal = 0  # it cannot be laid out on so many: perhaps on more
 
 
 def simulate(setup: Setup, policy: Policy, trace: Trace, planner: Planner, keep_log: bool = False) -> Result:

@@ -199,7 +199,10 @@ class JobRun:
         return now + max(0.0, min(times))
 
     def fire(self, now: float, token: int) -> str | None:
-        """The timer of `enter` or of a phase has come. Answers `ended`, `ready` (it runs again), or None."""
+        """The timer of `enter` or of a phase has come.
+
+        Answers `ended`, `ready` (it runs again), `waits` (for nodes, from now on), or None.
+        """
         if token != self._token:
             return None
         self.settle(now)
@@ -368,7 +371,7 @@ class JobRun:
                     self.waiting_since = now
                     self.counts.stops += 1
                 self.enter(now, "wait")
-                return None
+                return "waits"
             self.resume(now)
             return "ready"
         phase = self._phases[0]
