@@ -106,8 +106,8 @@ def test_the_table_of_llama_3_is_a_rate() -> None:
         ("0,add,a\n-5,remove,a\n", "line 2: time '-5'"),
         ("5000,add,a\n1000,remove,a\n", "line 2: time 1000 is before the line above"),
         ("0,add,a\nnan,remove,a\n", "line 2: time 'nan'"),
-        ("0,add,a\n5,add,a\n", "line 2: a is added but present"),
-        ("0,remove,a\n", "line 1: a is removed but absent"),
+        ("0,add,a\n5,add,a\n", "line 2: 'a' is added but present"),
+        ("0,remove,a\n", "line 1: 'a' is removed but absent"),
         ("0,add,a\n0,add,b\n0,add,c\n", "line 3: more than 2 nodes at once"),
         ("0,1\n5,x\n", "line 2: '5,x', expected time,count"),
         ("0,1\n5,9\n", "line 2: 9 nodes, expected at most cluster.nodes = 2"),
@@ -116,6 +116,19 @@ def test_the_table_of_llama_3_is_a_rate() -> None:
         ('[{"node_id": "a", "event_time": 1, "event_type": "fault_end"}]', "ends before it starts"),
         ('[{"node_id": "a", "event_time": "x", "event_type": "fault_end"}]', "event 1: expected node_id"),
         ("component,category,count\nx,Moon,3\n", "line 2: 'Moon', '3'"),
+        ("component,category,count\nx,GPU,²\n", "line 2: 'GPU', '²', expected a count"),
+        (f"component,category,count\nx,GPU,{'9' * 5000}\n", "line 2: 'GPU', '999"),
+        ("component,category,count\nx,GPU\n", "line 2: '', ''"),
+        ("component,category,count\n", "no interruption, expected at least one count above 0"),
+        ("component,category,count\nx,GPU,0\n", "no interruption"),
+        ("0,1\n5,²\n", "line 2: '5,²', expected time,count"),
+        (f"0,1\n5,{'9' * 5000}\n", "line 2: '5,999"),
+        ("[" * 100_000, "too many brackets within brackets"),
+        (f'[{{"node_id": "a", "event_time": {"9" * 5000}, "event_type": "fault_start"}}]', "not JSON"),
+        (f'[{{"node_id": "a", "event_time": {"9" * 400}, "event_type": "fault_start"}}]', "a finite number"),
+        (f"0,add,a\n0,add,{'x' * 140_000}\n", "line 2: field larger than field limit"),
+        ('0,add,a\n0,add,"b\n1,add,c\n', "line 2: unexpected end of data, expected CSV with closed quotes"),
+        (f"{'9' * 400},add,a\n", "line 1: time '999"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, expected: str) -> None:
@@ -127,6 +140,15 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, expected: 
     assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith("cluster.trace: ")
+    assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("text", ["0,add,a\n5,remove,a\n", "0,2\n5,1\n"])
+def test_the_mark_that_some_editors_put_in_front_is_no_part_of_the_trace(tmp_path: Path, text: str) -> None:
+    plain, marked = tmp_path / "plain.csv", tmp_path / "marked.csv"
+    plain.write_text(text, encoding="utf-8")
+    marked.write_text(text, encoding="utf-8-sig")
+    assert read_trace(cluster(plain, nodes=2)) == read_trace(cluster(marked, nodes=2))
 
 
 def test_a_missing_trace_says_where_to_get_it() -> None:

@@ -188,7 +188,83 @@ BAD = [
         "cluster.late.nodes: 17 of 16 nodes",
     ),
     ("[simulate]", "[gpu.X]\npeak_tflops=-1\n[simulate]", "gpu.X.peak_tflops: found -1, expected"),
+    ("seed = 3", f"seed = {'9' * 5000}", "an integer is too long, expected at most 18 digits"),
+    ("seed = 3", f"seed = {'9' * 400}", "simulate.seed: an integer of more than 18 digits"),
+    ("seed = 3", f"seed = {'[' * 3000}", "too many brackets within brackets"),
+    (
+        "timeout_s = 1800",
+        f"timeout_s = {'9' * 400}",
+        "policy.megatron.timeout_s: an integer of more than 18 digits",
+    ),
+    ("nodes = 16", "nodes = 16\n'a\\nb' = 1", "cluster."),
+    ("nodes = 16", f"nodes = 16\n{'x' * 100_000} = 1", "xxx"),
+    ('name = "a"', f"name = '{'x' * 100_000}'", "found 'xxx"),
+    ("nodes = 16", "nodes = 1000000", "cluster.nodes: found 1000000, expected int ≤ 100000"),
+    (
+        "nodes = 16",
+        "nodes = 16\nspares = 1000000000",
+        "cluster.spares: found 1000000000, expected int ≤ 100000",
+    ),
+    ("days = 56", "days = 1e6", "simulate.days: found 1000000.0, expected float ≤ 36500"),
+    (
+        "min=24, max=168",
+        "median=1, sigma=1e30",
+        "cluster.repair_hours.sigma: found 1e+30, expected float ≤ 10",
+    ),
+    (
+        "nodes = 16",
+        'nodes = 16\nfailures = {kind="weibull", shape=0.001}',
+        "cluster.failures.shape: found 0.001, expected float ≥ 0.05",
+    ),
+    (
+        "nodes = 16",
+        'nodes = 16\nfailures = {kind="infant", decay_hours=1e30, factor=1e300}',
+        "cluster.failures.",
+    ),
+    (
+        "nodes = 16",
+        "nodes = 16\ndegradation = {mean_hours_per_node=10, slowdown=1e308}",
+        "cluster.degradation.slowdown: found 1e+308, expected float ≤ 1000000",
+    ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            "gpus,step_s\n8,1e-300\n",
+            "line 2: '8,1e-300', expected a new gpus from 1 to 1e+09 and step_s from 1e-09",
+        ),
+        (f"gpus,step_s\n{'9' * 400},1\n", "line 2: '999"),
+        ("gpus,step_s\n²,1\n", "line 2: '²,1'"),
+        ("gpus,step_s\n8,inf\n", "line 2: '8,inf'"),
+        (f"gpus,step_s\n8,1{'x' * 140_000}\n", "line 2: field larger than field limit"),
+        ('gpus,step_s\n8,"1\n', "line 2: unexpected end of data"),
+        (f"{'x' * 1000},step_s\n", "found the columns 'xxx"),
+        ("", "found the columns none, expected gpus and one of"),
+        ("gpus,step_s\n", "no measurement, expected at least one"),
+    ],
+)
+def test_a_bad_table_of_speeds_is_one_line_that_names_it(tmp_path: Path, table: str, message: str) -> None:
+    write(tmp_path, table, "speed.csv")
+    path = write(tmp_path, GOOD.replace(MODEL, f'throughput = "speed.csv"\n{MODEL}'))
+    with pytest.raises(UsageError) as caught:
+        load_scenario(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: job.a.throughput: ")
+    assert message in text
+    assert "\n" not in text
+    assert len(text) < 500
+
+
+def test_the_mark_that_some_editors_put_in_front_is_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "speed.csv").write_text("gpus,step_s\n8,2.0\n", encoding="utf-8-sig")
+    path = tmp_path / "cluster.toml"
+    path.write_text(GOOD.replace(MODEL, f'throughput = "speed.csv"\n{MODEL}'), encoding="utf-8-sig")
+    measured = load_scenario(path).job[0].measured
+    assert measured is not None
+    assert measured.gpus == (8,)
 
 
 @pytest.mark.parametrize(("old", "new", "message"), BAD)
@@ -201,6 +277,7 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, old: str, new:
     assert text.startswith(f"{path}: ")
     assert message in text
     assert "\n" not in text
+    assert len(text) < 700
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ Count = Annotated[int, Meta(ge=1, le=10**9)]
 Positive = Annotated[float, Meta(gt=0, le=1e30)]
 NonNegative = Annotated[float, Meta(ge=0, le=1e30)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=1, le=1e6)]
+NODES_MAX = 100_000
+"""Planned nodes, or spares, of a cluster; on more, a plan takes minutes and a simulation hours."""
+DAYS_MAX = 36_500.0
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
 
@@ -71,7 +75,7 @@ class Hours(Table, frozen=True):
     max: NonNegative | None = None
     mean: Positive | None = None
     median: Positive | None = None
-    sigma: NonNegative | None = None
+    sigma: Annotated[float, Meta(ge=0, le=10)] | None = None
 
     def problem(self) -> str | None:
         given = {field for field in self.__struct_fields__ if getattr(self, field) is not None}
@@ -115,11 +119,11 @@ class FailureProcess(Table, frozen=True):
     """
 
     kind: Literal["poisson", "weibull", "bursts", "infant", "lemons"] = "poisson"
-    shape: Positive = 0.7
+    shape: Annotated[float, Meta(ge=0.05, le=100)] = 0.7
     burst_share: Share = 0.2
     burst_nodes: Count = 4
-    factor: Annotated[float, Meta(ge=1)] = 10.0
-    decay_hours: Positive = 72.0
+    factor: Factor = 10.0
+    decay_hours: Annotated[float, Meta(gt=0, le=1e9)] = 72.0
     lemon_share: Share = 0.02
 
 
@@ -136,7 +140,7 @@ class Degradation(Table, frozen=True):
     """Nodes that become slow without failing: how often, by which factor of a step's time, for how long."""
 
     mean_hours_per_node: Positive
-    slowdown: Annotated[float, Meta(ge=1)] = 1.5
+    slowdown: Factor = 1.5
     lasts_hours: Hours = Hours(mean=6.0)
 
 
@@ -157,14 +161,14 @@ class Cluster(Table, frozen=True):
     in GB/s (10^9 bytes).
     """
 
-    nodes: Annotated[int, Meta(ge=1, le=10**6)]
+    nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)]
     gpus_per_node: Annotated[int, Meta(ge=1, le=1024)]
     gpu: str
     mtbf_hours_per_node: Positive | None = None
     trace: str | None = None
     trace_source: str = ""
     repair_hours: Hours = Hours(fixed=24.0)
-    spares: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    spares: Annotated[int, Meta(ge=0, le=NODES_MAX)] = 0
     storage_gb_s: Positive = 20.0
     price_per_gpu_hour: NonNegative = 2.0
     severity: Severity = Severity()
@@ -277,7 +281,7 @@ class Plan(Table, frozen=True):
 class Simulate(Table, frozen=True):
     """How long is simulated, and from which seed."""
 
-    days: Positive = 7.0
+    days: Annotated[float, Meta(gt=0, le=DAYS_MAX)] = 7.0
     seed: Annotated[int, Meta(ge=0)] = 0
 
 

@@ -12,22 +12,22 @@ A run (its directory, or its `metrics.jsonl`) gives `step_s` for each number of 
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 import statistics
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from perdure.schema.errors import UsageError
+from perdure.schema.text import csv_rows, quoted, read_plain, whole
 
 Unit = Literal["flops_per_s", "tflops_per_gpu", "samples_per_s", "step_s"]
 
-VALUE_MAX = 1e30
-"""Larger measurements are typing errors, and their products would overflow."""
+VALUE_MIN, VALUE_MAX = 1e-9, 1e30
+"""Measurements beyond these are typing errors, and products and quotients of them would overflow."""
+GPUS_MAX = 10**9
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ def load_measured(path: Path, where: str) -> Measured:
     if path.is_dir():
         path = path / "metrics.jsonl"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{where}: {path} cannot be read, expected a CSV file or a run directory") from error
     return parse_metrics(text, where) if path.suffix == ".jsonl" else parse_csv(text, where)
@@ -51,24 +51,25 @@ def load_measured(path: Path, where: str) -> Measured:
 
 def parse_csv(text: str, where: str) -> Measured:
     """The table of a CSV file's text. Raises `UsageError`."""
-    rows = list(csv.reader(io.StringIO(text)))
-    header = [name.strip() for name in rows[0]] if rows else []
+    rows = csv_rows(text, where)
+    header = [name.strip() for name in next(rows, (1, []))[1]]
     units = [unit for unit in get_args(Unit) if unit in header]
     if "gpus" not in header or len(units) != 1:
         expected = "gpus and one of " + ", ".join(get_args(Unit))
-        raise UsageError(f"{where}: found the columns {', '.join(header) or 'none'}, expected {expected}")
+        columns = quoted(", ".join(header)) if header else "none"
+        raise UsageError(f"{where}: found the columns {columns}, expected {expected}")
     found: dict[int, float] = {}
-    for number, row in enumerate(rows[1:], start=2):
-        if not row:
-            continue
+    for number, row in rows:
         try:
-            gpus = int(row[header.index("gpus")])
+            gpus = whole(row[header.index("gpus")]) or 0
             value = float(row[header.index(units[0])])
         except (ValueError, IndexError):
             gpus, value = 0, math.nan
-        if gpus < 1 or not 0 < value <= VALUE_MAX or gpus in found:
-            text = ",".join(row)
-            raise UsageError(f"{where}: line {number}: {text!r}, expected a new gpus ≥ 1 and {units[0]} > 0")
+        if not 1 <= gpus <= GPUS_MAX or not VALUE_MIN <= value <= VALUE_MAX or gpus in found:
+            raise UsageError(
+                f"{where}: line {number}: {quoted(','.join(row))}, expected a new gpus from 1 to "
+                f"{GPUS_MAX:.0e} and {units[0]} from {VALUE_MIN:g} to {VALUE_MAX:g}"
+            )
         found[gpus] = value
     return _table(units[0], found, where)
 
@@ -76,7 +77,7 @@ def parse_csv(text: str, where: str) -> Measured:
 class _Line(msgspec.Struct):
     step: int
     time: float
-    workers: int
+    workers: Annotated[int, msgspec.Meta(ge=1, le=GPUS_MAX)]
 
 
 def parse_metrics(text: str, where: str) -> Measured:
@@ -85,7 +86,7 @@ def parse_metrics(text: str, where: str) -> Measured:
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             lines.append(msgspec.json.decode(line, type=_Line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise UsageError(f"{where}: line {number}: {error}, expected step, time and workers") from error
     durations: dict[int, list[float]] = {}
     for before, after in itertools.pairwise(lines):
@@ -93,6 +94,9 @@ def parse_metrics(text: str, where: str) -> Measured:
         if after.step == before.step + 1 and after.workers == before.workers and after.time > before.time:
             durations.setdefault(after.workers, []).append(after.time - before.time)
     medians = {workers: statistics.median(times) for workers, times in durations.items()}
+    for workers, median in medians.items():
+        if not VALUE_MIN <= median <= VALUE_MAX:
+            raise UsageError(f"{where}: {median:g} s a step on {workers} workers, expected times in seconds")
     return _table("step_s", medians, where)
 
 

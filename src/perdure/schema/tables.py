@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar, get_args
 import msgspec
 
 from perdure.schema.errors import UsageError
+from perdure.schema.text import DIGITS_MAX, quoted, read_plain
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,11 +39,23 @@ _T = TypeVar("_T", bound=Table)
 def read_toml(path: Path) -> dict[str, Any]:
     """The file as plain data. Raises `UsageError` if it cannot be read or is not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(read_plain(path), str(path))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}), expected a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not TOML: {error}") from error
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """`text` as plain data. Raises `UsageError` that starts with `where`."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{where}: not TOML: {error}") from error
+    except RecursionError as error:
+        raise UsageError(f"{where}: too many brackets within brackets, expected a plain table") from error
+    except ValueError as error:  # Python refuses to read integers of thousands of digits
+        raise UsageError(f"{where}: an integer is too long, expected at most {DIGITS_MAX} digits") from error
 
 
 def convert(raw: dict[str, Any], kind: type[_T], where: str) -> _T:
@@ -79,6 +92,10 @@ def override(raw: dict[str, Any], overrides: Mapping[str, object], where: str) -
 
 def _prepared(value: Any, kind: type[Table] | None, key: str, where: str) -> Any:
     """`value` with plain numbers put into the tables they stand for; refuses unknown keys and infinities."""
+    if isinstance(value, int) and abs(value) >= 10**DIGITS_MAX:
+        raise UsageError(
+            f"{where}: {key}: an integer of more than {DIGITS_MAX} digits, expected at most that many"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"{where}: {key}: {value} is not a finite number, expected one")
     if isinstance(value, list):
@@ -92,9 +109,16 @@ def _prepared(value: Any, kind: type[Table] | None, key: str, where: str) -> Any
     out = {}
     for name, item in value.items():
         if kind is not None and name not in inner:
-            raise UsageError(f"{where}: {prefix}{name}: unknown key, expected one of {', '.join(inner)}")
-        out[name] = _prepared(item, inner.get(name), f"{prefix}{name}", where)
+            raise UsageError(
+                f"{where}: {prefix}{_shown(name)}: unknown key, expected one of {', '.join(inner)}"
+            )
+        out[name] = _prepared(item, inner.get(name), f"{prefix}{_shown(name)}", where)
     return out
+
+
+def _shown(name: str) -> str:
+    """A key or name as it stands in a message: as it is where it is plain, else in quotes."""
+    return name if len(name) <= 64 and name.isprintable() else quoted(name)
 
 
 def _keys(kind: type[Table]) -> dict[str, type[Table] | None]:
@@ -115,7 +139,7 @@ def _inner(annotation: Any) -> type[Table] | None:
 def _item_key(key: str, item: Any, index: int) -> str:
     """`job.NAME` where the item has a name, else `job[index]`."""
     name = item.get("name") if isinstance(item, dict) else None
-    return f"{key}.{name}" if isinstance(name, str) else f"{key}[{index}]"
+    return f"{key}.{_shown(name)}" if isinstance(name, str) else f"{key}[{index}]"
 
 
 def _tables(value: Any, key: str) -> Iterator[tuple[str, Table]]:
@@ -159,5 +183,7 @@ def _reworded(message: str, raw: dict[str, Any]) -> str:
     if text.startswith("Object missing required field "):
         name = text.removeprefix("Object missing required field ")
         return f"{key}{'.' if key else ''}{name}: missing, expected a value"
-    found = f"found {value!r}, " if isinstance(value, str | int | float) else ""
+    found = ""
+    if isinstance(value, str | int | float):
+        found = f"found {quoted(value) if isinstance(value, str) else value}, "
     return f"{key or 'file'}: {found}{text.replace('Expected', 'expected', 1).partition(', got')[0]}"

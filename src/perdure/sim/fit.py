@@ -116,7 +116,7 @@ def _read(path: Path) -> list[_Line]:
             continue
         try:
             found.append(msgspec.json.decode(text, type=_Line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             if number < len(raw):
                 raise UsageError(f"--fit {path}: line {number}: {error}, expected an event") from error
     return found

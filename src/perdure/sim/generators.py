@@ -25,6 +25,8 @@ Ints = NDArray[np.int64]
 HOUR_S = 3600.0
 EVENTS_MAX = 5_000_000
 """Events of one kind beyond which a trace is refused; a run takes some 30 µs for each."""
+ROUNDS_MAX = 100_000
+"""Faults of one node beyond which a process that feeds itself (repaired nodes that fail again) is refused."""
 
 
 def generate(cluster: Cluster, days: float, seed: int) -> Trace:
@@ -126,7 +128,14 @@ def _renewed(
     born, last, alive = np.zeros(nodes), np.zeros(nodes), np.arange(nodes)
     found: list[Happening] = []
     first = process.kind == "weibull"
+    rounds = 0
     while alive.size:
+        rounds += 1
+        if len(found) > EVENTS_MAX or rounds > ROUNDS_MAX:
+            raise UsageError(
+                f"cluster.failures: more than {len(found):,} faults, expected a milder process: a "
+                "repaired node fails again at once"
+            )
         if first:
             gap, first = _first_weibull(process.shape, nodes, mean_s, rng), False
         else:

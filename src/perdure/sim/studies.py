@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,10 +18,12 @@ import msgspec
 
 from perdure.schema.cluster import Cluster, Severity
 from perdure.schema.errors import UsageError
+from perdure.schema.text import csv_rows, quoted, whole
 from perdure.sim.traces import read_text
 
 LLAMA3_DAYS = 54.0
 LLAMA3_GPUS = 16_384
+COUNT_MAX = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +93,21 @@ def rates_of_table(cluster: Cluster) -> Cluster | None:
     Columns `component,category,count`; the counts are those of Llama 3's 54 days on 16,384 GPUs. Raises
     `UsageError`.
     """
-    text = read_text(cluster)
+    text, where = read_text(cluster), f"cluster.trace: {cluster.trace}"
     if not text.startswith("component,category,count"):
         return None
     counts = {1: 0.0, 2: 0.0, 3: 0.0}
-    for number, row in enumerate(csv.DictReader(io.StringIO(text)), start=2):
-        category, count = row.get("category") or "", row.get("count") or ""
-        if category not in LLAMA3_SEVERITIES or not count.isdigit():
+    for number, row in list(csv_rows(text, where))[1:]:
+        category, cell = row[1:3] if len(row) > 2 else ("", "")
+        count = whole(cell)
+        if category not in LLAMA3_SEVERITIES or count is None or count > COUNT_MAX:
             raise UsageError(
-                f"cluster.trace: {cluster.trace}: line {number}: {category!r}, {count!r}, expected a count "
-                f"and a category of {', '.join(LLAMA3_SEVERITIES)}"
+                f"{where}: line {number}: {quoted(category)}, {quoted(cell)}, expected a count of at most "
+                f"{COUNT_MAX:,} and a category of {', '.join(LLAMA3_SEVERITIES)}"
             )
-        counts[LLAMA3_SEVERITIES[category]] += int(count)
+        counts[LLAMA3_SEVERITIES[category]] += count
+    if not any(counts.values()):
+        raise UsageError(f"{where}: no interruption, expected at least one count above 0")
     return msgspec.structs.replace(
         cluster,
         trace=None,

@@ -13,8 +13,6 @@ wrong with a file is a `UsageError` of one line.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from pathlib import Path
@@ -25,6 +23,7 @@ import numpy as np
 from perdure.core.policies.base import Method
 from perdure.schema.cluster import Cluster
 from perdure.schema.errors import UsageError
+from perdure.schema.text import csv_rows, quoted, read_plain, whole
 from perdure.sim.happenings import Happening, Kind, Trace
 
 DAY_S = 86_400.0
@@ -35,7 +34,7 @@ def read_text(cluster: Cluster) -> str:
     """The text of `cluster.trace`. Raises `UsageError` that says where to get a missing one."""
     path = Path(cluster.trace or "")
     try:
-        return path.read_text(encoding="utf-8")
+        return read_plain(path)
     except (OSError, UnicodeDecodeError) as error:
         source = f"; get it from {cluster.trace_source}" if cluster.trace_source else ""
         reason = getattr(error, "strerror", None) or "not text"
@@ -53,7 +52,7 @@ def read_trace(cluster: Cluster, seed: int = 0) -> Trace:
     nodes = cluster.nodes + cluster.spares
     if text.lstrip().startswith(("[", "{")):
         return parse_faults(text, nodes, where)
-    rows = [(number, row) for number, row in enumerate(csv.reader(io.StringIO(text)), start=1) if row]
+    rows = list(csv_rows(text, where))
     if not rows:
         raise UsageError(f"{where}: empty, expected events")
     if len(rows[0][1]) == 2:
@@ -69,7 +68,7 @@ def _time(cell: str, unit_s: float, before: float, where: str, number: int) -> f
         time = math.nan
     if not math.isfinite(time) or time < 0:
         raise UsageError(
-            f"{where}: line {number}: time {cell!r}, expected a finite number that is not negative"
+            f"{where}: line {number}: time {quoted(cell)}, expected a finite number that is not negative"
         )
     if time < before:
         raise UsageError(
@@ -87,14 +86,14 @@ def parse_membership(rows: list[tuple[int, list[str]]], nodes: int, where: str) 
     time = 0.0
     for number, row in rows:
         if len(row) != 3 or row[1] not in ("add", "remove"):
-            text = ",".join(row)
-            raise UsageError(f"{where}: line {number}: {text!r}, expected time_ms,add|remove,node")
+            text = quoted(",".join(row))
+            raise UsageError(f"{where}: line {number}: {text}, expected time_ms,add|remove,node")
         time = _time(row[0], 1e-3, time, where, number)
         name = row[2]
         if row[1] == "add":
             if name in place:
                 raise UsageError(
-                    f"{where}: line {number}: {name} is added but present, expected a remove first"
+                    f"{where}: line {number}: {quoted(name)} is added but present, expected a remove first"
                 )
             if not free:
                 raise UsageError(
@@ -108,7 +107,7 @@ def parse_membership(rows: list[tuple[int, list[str]]], nodes: int, where: str) 
         else:
             if name not in place:
                 raise UsageError(
-                    f"{where}: line {number}: {name} is removed but absent, expected an add first"
+                    f"{where}: line {number}: {quoted(name)} is removed but absent, expected an add first"
                 )
             found.append(Happening(time, Kind.REMOVE, place[name]))
             free.append(place.pop(name))
@@ -125,11 +124,10 @@ def parse_counts(rows: list[tuple[int, list[str]]], nodes: int, where: str, seed
     absent = set(range(nodes))
     time = 0.0
     for number, row in rows:
-        if len(row) != 2 or not row[1].strip().isdigit():
-            text = ",".join(row)
-            raise UsageError(f"{where}: line {number}: {text!r}, expected time,count")
+        count = whole(row[1]) if len(row) == 2 else None
+        if count is None:
+            raise UsageError(f"{where}: line {number}: {quoted(','.join(row))}, expected time,count")
         time = _time(row[0], unit_s, time, where, number)
-        count = int(row[1])
         if count > nodes:
             raise UsageError(
                 f"{where}: line {number}: {count} nodes, expected at most cluster.nodes = {nodes}"
@@ -152,6 +150,8 @@ def parse_faults(text: str, nodes: int, where: str) -> Trace:
     """InfiniteHBD's list of `fault_start` and `fault_end` events, in days; a fault takes its node away."""
     try:
         events = json.loads(text)
+    except RecursionError as error:
+        raise UsageError(f"{where}: too many brackets within brackets, expected a list of events") from error
     except ValueError as error:
         raise UsageError(f"{where}: not JSON: {error}") from error
     place: dict[str, int] = {}
@@ -160,7 +160,7 @@ def parse_faults(text: str, nodes: int, where: str) -> Trace:
     time = 0.0
     for number, event in enumerate(events if isinstance(events, list) else [], start=1):
         name, kind = _fault_event(event, where, number)
-        time = _time(str(event["event_time"]), DAY_S, time, where, number)
+        time = _time(repr(event["event_time"]), DAY_S, time, where, number)
         if kind == "fault_start":
             place.setdefault(name, len(place))
             open_faults.setdefault(name, []).append(time)
@@ -168,7 +168,7 @@ def parse_faults(text: str, nodes: int, where: str) -> Trace:
             start = open_faults[name].pop(0)
             found.append(Happening(start, Kind.FAULT, place[name], 1, Method.NODE, time - start))
         else:
-            raise UsageError(f"{where}: event {number}: a fault of {name} ends before it starts")
+            raise UsageError(f"{where}: event {number}: a fault of {quoted(name)} ends before it starts")
     for name, starts in open_faults.items():
         found.extend(Happening(start, Kind.FAULT, place[name], 1, Method.NODE, FOREVER_S) for start in starts)
     if not found:
