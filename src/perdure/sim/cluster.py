@@ -211,10 +211,10 @@ class Cluster:
     def _happen(self, now: float, event: Happening) -> None:
         node, owner = event.node, self._owner.get(event.node)
         if event.kind is Kind.ADD:
-            self._pool.absent.discard(node)
+            self._pool.brought(node)
             self._return(now, node)
         elif event.kind is Kind.REMOVE:
-            self._pool.absent.add(node)
+            self._pool.taken(node)
             self._lose(now, node, owner, Method.NODE)
         elif node in self._pool.down:
             return

@@ -43,7 +43,10 @@ class Happening:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All happenings in order of time; nodes of `absent` are not there at the start."""
+    """All happenings in order of time; nodes of `absent` are not there at the start.
+
+    A node that several REMOVEs took away is back at the last of as many ADDs.
+    """
 
     happenings: tuple[Happening, ...]
     absent: frozenset[int] = frozenset()
@@ -55,6 +58,14 @@ class Trace:
             event.kind is Kind.REMOVE or (event.kind is Kind.FAULT and event.severity == 1)
             for event in self.happenings
         )
+
+
+def together(one: Trace, other: Trace) -> Trace:
+    """Both traces at once, on the same nodes."""
+    # One that is absent in both has to be added twice.
+    doubly = [Happening(0.0, Kind.REMOVE, node) for node in sorted(one.absent & other.absent)]
+    happenings = sorted((*doubly, *one.happenings, *other.happenings), key=lambda event: event.time_s)
+    return Trace(tuple(happenings), one.absent | other.absent)
 
 
 METHODS: dict[int, tuple[tuple[Method, float], ...]] = {

@@ -12,12 +12,13 @@ class Pool:
 
     `free` can be dealt out. `resting` work but must not be dealt out (slow, or about to leave).
     `returning` start their processes anew. `down` are being repaired or absent. Every node is in one of
-    these or held by a job.
+    these or held by a job. `absent` says how often a node was taken away and not brought back: more than
+    one cause may keep it away, and it is there when the last one has ended.
     """
 
     def __init__(self, nodes: int, absent: Iterable[int], gpus_per_node: int, journal: Journal) -> None:
         self.down: set[int] = set(absent)
-        self.absent: set[int] = set(self.down)
+        self.absent: dict[int, int] = dict.fromkeys(self.down, 1)
         self.repairing: dict[int, float] = {}
         self.free: dict[int, None] = dict.fromkeys(node for node in range(nodes) if node not in self.down)
         self.resting: set[int] = set()
@@ -55,6 +56,16 @@ class Pool:
         self.slow.pop(node, None)
         self.leaving.discard(node)
         self.down.add(node)
+
+    def taken(self, node: int) -> None:
+        """One more cause keeps a node away."""
+        self.absent[node] = self.absent.get(node, 0) + 1
+
+    def brought(self, node: int) -> None:
+        """One cause less keeps a node away."""
+        left = self.absent.pop(node, 0) - 1
+        if left > 0:
+            self.absent[node] = left
 
     def recovered(self, node: int) -> bool:
         """Whether a node that was down can work again: it is repaired and present."""

@@ -6,18 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from perdure.core.cost import expected_running, node_loss_rate, transition_seconds
 from perdure.core.curve import job_curve
 from perdure.core.gpus import gpu_kind
 from perdure.core.policies import POLICIES, make
 from perdure.core.policies.base import Policy
 from perdure.core.policies.work import workload
-from perdure.schema.cluster import Scenario
+from perdure.schema.cluster import FailureProcess, Scenario
 from perdure.schema.errors import UsageError
 from perdure.sim.cluster import JobSpec, Result, Setup, simulate
 from perdure.sim.dealing import Planner
 from perdure.sim.generators import generate
-from perdure.sim.happenings import Trace
+from perdure.sim.happenings import Trace, together
 from perdure.sim.studies import rates_of_table
 from perdure.sim.traces import read_trace
 
@@ -41,14 +43,23 @@ class Case:
 
 
 def trace_of(scenario: Scenario, seed: int) -> Trace:
-    """Read or draw the happenings of a scenario; both where it has a trace and preemptions or slow nodes."""
+    """Read or draw the happenings of a scenario.
+
+    A recorded trace stands in place of drawn faults; preemptions, slow nodes and late nodes that the scenario
+    names come on top of it. Raises `UsageError`.
+    """
     cluster, days = scenario.cluster, scenario.simulate.days
     if cluster.trace is None:
         return generate(cluster, days, seed)
     table = rates_of_table(cluster)
     if table is not None:
         return generate(table, days, seed)
-    return read_trace(cluster, seed)
+    if cluster.failures != FailureProcess():
+        raise UsageError(
+            "cluster.failures: cluster.trace says already when nodes fail, expected only one of the two"
+        )
+    more = generate(replace(cluster, trace=None, mtbf_hours_per_node=None), days, seed)
+    return together(read_trace(cluster, seed), more)
 
 
 def prepare(scenario: Scenario, names: tuple[str, ...]) -> Case:
@@ -100,4 +111,6 @@ def loss_rate(scenario: Scenario) -> float:
     if table is not None:
         return node_loss_rate(table)
     span_s = scenario.simulate.days * 86_400.0
-    return read_trace(cluster).losses / (span_s * (cluster.nodes + cluster.spares))
+    recorded = read_trace(cluster).losses / (span_s * (cluster.nodes + cluster.spares))
+    taken = cluster.preemption
+    return recorded + (1 / (taken.mean_hours_per_node * 3600.0) if taken is not None else 0.0)
