@@ -33,10 +33,11 @@ def test_the_cut_is_the_best_of_all_divisors(workers: int) -> None:
         if depth > workers:
             continue
         width = workers // depth
-        size = largest_micro_batch(costs, depth, 64 // width)
+        share = math.ceil(64 / width)
+        size = largest_micro_batch(costs, depth, share)
         if size == 0:
             continue
-        count = math.ceil((64 // width) / size)
+        count = math.ceil(share / size)
         layer = costs.layer(1, size)
         stage = 24 / depth * (2 * layer.forward_s + layer.backward_s)
         gradient = 2 * costs.parameters_per_layer * 24 / depth
@@ -50,6 +51,14 @@ def test_the_cut_is_the_best_of_all_divisors(workers: int) -> None:
     assert found.step_s == pytest.approx(times[best])
     assert found.idle == workers - found.pipeline * found.data
     assert 24 % found.pipeline == 0
+
+
+@pytest.mark.parametrize("workers", range(1, 97))
+def test_a_step_computes_the_whole_global_batch(workers: int) -> None:
+    """Also where the pipelines do not divide it: 96 samples on 65 GPUs are two each, not one."""
+    found = morph(profile(SMALL), workers)
+    assert found is not None
+    assert found.data * found.micro_batches * found.micro_batch >= SMALL.global_batch
 
 
 def test_a_model_of_one_gpu_is_cut_only_where_memory_asks_for_it() -> None:
