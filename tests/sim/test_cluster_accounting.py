@@ -168,3 +168,15 @@ def test_when_all_is_quiet_again_the_whole_plan_runs(policy: str, seed: int) -> 
             assert line["state"] in ("run", "recompute", "checkpoint")
             assert not line.get("joining")
             assert line.get("slowdown", 1) == 1
+
+
+@pytest.mark.parametrize("policy", ["oobleck", "unicron", "perdure"])
+def test_a_checkpoint_due_while_one_is_on_its_way_is_skipped_and_counted(policy: str) -> None:
+    """10 GB at 5 MB/s take 2,000 s: of those due every 900 s two in three are skipped."""
+    settings = {"save_every_s": 900.0} | ({} if policy == "unicron" else {"snapshot_s": 5.0})
+    slow = run(policy, [plain_job(4)], 4, [], SPAN_S, settings, storage_gb_s=0.005).jobs["job"]
+    fast = run(policy, [plain_job(4)], 4, [], SPAN_S, settings).jobs["job"]
+    due = SPAN_S // 900
+    assert slow.saves == pytest.approx(due / 3, abs=1)
+    assert slow.skipped_saves == pytest.approx(due * 2 / 3, abs=1)
+    assert (fast.saves, fast.skipped_saves) == (pytest.approx(due, abs=1), 0)

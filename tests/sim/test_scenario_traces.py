@@ -10,6 +10,7 @@ import pytest
 from bench import plain_job, run
 from perdure.schema.cluster import Scenario, load_scenario
 from perdure.schema.errors import UsageError
+from perdure.sim.experiment import compare
 from perdure.sim.happenings import Happening, Kind, Trace, together
 from perdure.sim.scenario import loss_rate, prepare, trace_of
 
@@ -88,3 +89,24 @@ def test_a_node_is_back_when_the_last_cause_has_ended() -> None:
     result = run("megatron", [plain_job(1)], 2, list(both.happenings), 20_000.0, absent=both.absent)
     assert [line["time_s"] for line in result.log if line["event"] == "node_back"] == [3000.0, 7000.0]
     assert result.gpu_seconds["down"] == 3000 + 2000
+
+
+def test_a_recorded_trace_is_run_once_and_has_no_interval(tmp_path: Path) -> None:
+    found = compare(scenario(tmp_path), ("megatron", "unicron"), 3)
+    assert found.seeds == (0,)
+    assert found.as_json()["traces"] == {"count": 1, "recorded": True}
+    assert found.waf("megatron").ci95 == 0
+    assert found.ratio_ci95("unicron", "megatron") == 0
+
+
+@pytest.mark.parametrize("more", [PREEMPTION, DEGRADATION])
+def test_what_is_drawn_beside_a_trace_differs_from_seed_to_seed(tmp_path: Path, more: str) -> None:
+    found = compare(scenario(tmp_path, more), ("unicron",), 3)
+    assert found.as_json()["traces"] == {"count": 3, "recorded": False}
+    assert found.waf("unicron").ci95 > 0
+
+
+def test_counts_without_names_are_drawn(tmp_path: Path) -> None:
+    plain = scenario(tmp_path)
+    (tmp_path / "trace.csv").write_text("0,10\n7200,5\n36000,10\n50000,7\n")
+    assert compare(plain, ("unicron",), 2).as_json()["traces"] == {"count": 2, "recorded": False}

@@ -57,7 +57,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of one job; `note` says why it never ran, if it did not."""
+    """What became of one job; `note` says why it never ran, if it did not.
+
+    `skipped_saves` are checkpoints that were due while the one before was still on its way to the storage.
+    """
 
     steps: float
     flop: float
@@ -65,6 +68,7 @@ class JobResult:
     restarts: int
     stops: int
     saves: int
+    skipped_saves: int
     recomputed_steps: float
     gpu_seconds: dict[str, float]
     note: str
@@ -193,6 +197,7 @@ class Cluster:
                 restarts=counts.restarts,
                 stops=counts.stops,
                 saves=counts.saves,
+                skipped_saves=counts.skipped_saves,
                 recomputed_steps=counts.recomputed_steps,
                 gpu_seconds=spent,
                 note="" if progress.furthest > 0 else job.reason,
