@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from perdure.cli.main import main
+from perdure.schema.cluster import load_scenario
+from perdure.sim.scenario import loss_rate
 
 CLUSTER = """
 [cluster]
@@ -88,6 +90,18 @@ def test_losing_a_node_costs_a_node_and_returning_it_gives_it_back(
     assert extra["nodes"] == 17
 
 
+def test_a_node_beyond_the_cluster_s_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER.replace("nodes = 16", "nodes = 4") + job("a", 1, 24, 2048, "{min=8, max=512}"))
+    calm = plan(capsys, path)
+    assert calm["jobs"]["a"]["why"].startswith("has 4 nodes, all that are alive")
+    found = plan(capsys, path, "--what-if", "return node-4", "--what-if", "return node-9")
+    assert [event["changed"]["a"] for event in found["events"]] == [[4, 5], [5, 6]]
+    assert found["idle_nodes"] == 0
+    assert found["jobs"]["a"]["node_names"][-1] == "node-9"
+    assert found["before"]["jobs"]["a"]["waf"] == calm["jobs"]["a"]["waf"]
+
+
 def test_a_finished_job_s_nodes_go_to_the_others(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     calm = plan(capsys, cluster)
     found = plan(capsys, cluster, "--what-if", "finish large")
@@ -150,6 +164,40 @@ def test_where_there_is_only_a_trace_the_rate_is_the_trace_s(
     )
     # Two losses in two hours on 16 nodes: one an hour.
     assert plan(capsys, tmp_path / "c.toml")["expected_running_s"] == pytest.approx(3600)
+    short = (tmp_path / "c.toml").read_text() + "[simulate]\ndays = 0.0625\n"  # an hour and a half
+    (tmp_path / "short.toml").write_text(short)
+    scenario = load_scenario(tmp_path / "short.toml")
+    found = plan(capsys, tmp_path / "short.toml")["expected_running_s"]
+    assert found == pytest.approx(5400) == pytest.approx(1 / (16 * loss_rate(scenario)))
+
+
+def test_a_table_of_interruptions_is_a_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "table.csv").write_text("component,category,count\nGPU,GPU,300\nUnknown,Unknown,100\n")
+    path = tmp_path / "c.toml"
+    path.write_text(SIX.replace("mtbf_hours_per_node = 500", 'trace = "table.csv"'))
+    # 300 of 400 are losses of a node: in 54 days, on 2,048 nodes of 8 GPUs.
+    expected = 54 * 86_400 * 2048 / 300 / 16
+    assert plan(capsys, path)["expected_running_s"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("layers", [2, 40])
+def test_the_table_fits_80_columns_and_its_unit_fits_the_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "cluster.toml"
+    name = "a-job-with-a-name-of-sixty-four-letters-which-is-the-longest-one"
+    path.write_text(
+        CLUSTER.replace("nodes = 16", "nodes = 1")
+        + job(name, 1.25, layers, 32 if layers == 2 else 5120, "{min=8, max=8}")
+    )
+    assert main(["plan", str(path), "--what-if", "lose node-0", "--what-if", "return node-0"]) == 0
+    out = capsys.readouterr().out
+    assert "1 node × 8 GPUs" in out
+    assert "0 nodes idle" in out
+    assert "…" not in out
+    assert " 0.000" not in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -162,7 +210,27 @@ def test_where_there_is_only_a_trace_the_rate_is_the_trace_s(
         (
             SIX.replace("max=64}", "max=64, now=640}"),
             [],
+            "job.small.gpus.now: 640 is above max = 64, expected now ≤ max",
+        ),
+        (
+            SIX.replace("max=64", "max=640").replace("max=640}", "max=640, now=640}"),
+            [],
             "job.gpus.now: the jobs hold 80 nodes, expected at most 16",
+        ),
+        (
+            SIX.replace("nodes = 16", "nodes = 90000").replace("max=64}", "max=8000000}"),
+            [],
+            "job.gpus.max: the jobs can have 90,016 different numbers of nodes on 90,000 nodes and spares",
+        ),
+        (SIX + "[policy.bogus]\nx = 1\n", [], "policy.bogus: unknown policy, expected one of megatron"),
+        (SIX + "[policy.varuna]\nx = 1\n", [], "policy.varuna: x: unknown key"),
+        (
+            SIX.replace("weight = 0.5", "weight = 1e9").replace(
+                "mtbf_hours_per_node = 500", "mtbf_hours_per_node = 5"
+            )
+            + "[plan]\ntransition_s = 1e300\n",
+            [],
+            "plan.transition_s: found 1e+300, expected float ≤ 1e+30",
         ),
         (SIX.replace("hidden=5120", "hidden=51200"), [], "job.large: no layout fits the memory of A800-80GB"),
         (SIX.replace("mtbf_hours_per_node = 500", 'trace = "none.csv"'), [], "none.csv cannot be read"),

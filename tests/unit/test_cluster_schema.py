@@ -205,7 +205,7 @@ BAD = [
         "nodes = 16\nspares = 1000000000",
         "cluster.spares: found 1000000000, expected int ≤ 100000",
     ),
-    ("days = 56", "days = 1e6", "simulate.days: found 1000000.0, expected float ≤ 36500"),
+    ("days = 56", "days = 1e6", "simulate.days: found 1000000.0, expected float ≤ 3650"),
     (
         "min=24, max=168",
         "median=1, sigma=1e30",

@@ -62,6 +62,11 @@ def test_the_words() -> None:
     assert explain(outlook, 0).startswith("has 3 nodes, the most it can use; its weight × ")
     assert explain(outlook, 1).startswith("has 1 node; with 2: itself +99")
     assert explain(outlook, 2).startswith("waits: it needs at least 3 nodes, worth more to the others")
+    alone = Outlook([Demand("a", rising, 3, 1.0)], 3, running_s)
+    assert explain(alone, 0).startswith("has 3 nodes, all that are alive")
+    pairs = np.array([0.0, 0.0, 1e15, 1e15, 2e15])
+    odd = Outlook([Demand("a", pairs, 2, 1.0)], 3, running_s)
+    assert explain(odd, 0).startswith("has 2 nodes, the most it can use of the 3 nodes that are alive")
     small = Outlook([Demand("c", flat, 0, 1.0)], 2, running_s)
     assert explain(small, 0) == "waits: it cannot run on the 2 nodes that are alive"
 

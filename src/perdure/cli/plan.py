@@ -14,15 +14,16 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from perdure.cli.figures import finite_figures, narrow_table, scaled
 from perdure.core.allocation import Demand, Outlook, Plan, allocate
 from perdure.core.cost import expected_running, node_loss_rate, transition_seconds
 from perdure.core.curve import Curve, job_curve
 from perdure.core.explain import explain
 from perdure.core.gpus import gpu_kind
 from perdure.core.placement import Nodes, place
-from perdure.schema.cluster import Cluster, Scenario, load_jobs, load_scenario
+from perdure.core.scenario_checks import check_policies, check_size
+from perdure.schema.cluster import Scenario, load_jobs, load_scenario
 from perdure.schema.errors import UsageError
 
 EVENTS = "'lose node-N', 'return node-N', 'finish JOB' or 'submit FILE'"
@@ -43,9 +44,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, apply the events, print."""
+    with finite_figures(args.cluster):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     scenario = load_scenario(args.cluster)
+    check_policies(scenario)
+    running_s = expected_running(_loss_rate(scenario))
     events = [_parse(text) for text in args.what_if]
-    world, outlook, figures = _first_plan(scenario, _away(events, scenario), quiet=args.json)
+    scenario = _with_newcomers(scenario, events)
+    check_size(scenario)
+    world, outlook, figures = _first_plan(scenario, _away(events, scenario), running_s, quiet=args.json)
     before = world
     changes = []
     for event in events:
@@ -126,8 +136,16 @@ def _away(events: Iterable[Event], scenario: Scenario) -> frozenset[int]:
     return frozenset(away)
 
 
+def _with_newcomers(scenario: Scenario, events: Iterable[Event]) -> Scenario:
+    """The scenario with as many spares as nodes beyond the cluster's come, so that jobs know their use."""
+    cluster = scenario.cluster
+    come = {event.node for event in events if event.verb == "return" and event.node >= cluster.nodes}
+    spares = max(cluster.spares, len(come))
+    return msgspec.structs.replace(scenario, cluster=msgspec.structs.replace(cluster, spares=spares))
+
+
 def _first_plan(
-    scenario: Scenario, away: frozenset[int], quiet: bool
+    scenario: Scenario, away: frozenset[int], running_s: Callable[[int], float], quiet: bool
 ) -> tuple[World, Outlook, dict[str, float]]:
     """The plan for the nodes that are there, its look-ups, and how long all of it took."""
     kind = gpu_kind(scenario)
@@ -138,7 +156,6 @@ def _first_plan(
     curves = tuple(job_curve(job, scenario.cluster, kind) for job in jobs)
     curves_s = time.perf_counter() - started
     alive = frozenset(range(scenario.cluster.nodes)) - away
-    running_s = expected_running(_loss_rate(scenario.cluster))
     world = World(scenario, curves, alive, _held_now(scenario, alive), running_s)
     demands = [world.demand(curve) for curve in curves]
     world = world.settled(allocate(demands, len(alive), world.running_s))
@@ -146,15 +163,13 @@ def _first_plan(
     return world, outlook, {"curves_s": curves_s, "plan_s": time.perf_counter() - started}
 
 
-def _loss_rate(cluster: Cluster) -> float:
-    """Node losses per node and second: what the cluster says, or what its trace shows."""
-    if cluster.mtbf_hours_per_node is not None or cluster.trace is None:
-        return node_loss_rate(cluster)
-    from perdure.sim.traces import read_trace  # only a trace needs the simulator's readers
+def _loss_rate(scenario: Scenario) -> float:
+    """Node losses per node and second: what the cluster says, or what its trace shows; as the simulator's."""
+    if scenario.cluster.mtbf_hours_per_node is not None or scenario.cluster.trace is None:
+        return node_loss_rate(scenario.cluster)
+    from perdure.sim.scenario import loss_rate  # only a trace needs the simulator's readers
 
-    trace = read_trace(cluster)
-    span_s = trace.happenings[-1].time_s if trace.happenings else 0.0
-    return trace.losses / (cluster.nodes * span_s) if span_s > 0 else 0.0
+    return loss_rate(scenario)
 
 
 def _held_now(scenario: Scenario, alive: frozenset[int]) -> dict[str, Nodes]:
@@ -192,7 +207,9 @@ def _apply(world: World, outlook: Outlook, event: Event) -> World:
 def _submitted(world: World, outlook: Outlook, path: str) -> World:
     present = tuple(curve.job for curve in world.curves)
     scenario = msgspec.structs.replace(world.scenario, job=present)
-    for job in load_jobs(path, scenario):
+    jobs = load_jobs(path, scenario)
+    check_size(scenario, jobs)
+    for job in jobs:
         curve = job_curve(job, scenario.cluster, gpu_kind(scenario))
         plan = outlook.submit(world.demand(curve))
         world = dataclasses.replace(world, curves=(*world.curves, curve)).settled(plan)
@@ -254,9 +271,14 @@ def _change(event: Event, before: World, after: World) -> dict[str, Any]:
 
 def _show(world: World, before: World, report: dict[str, Any]) -> None:
     console = Console()
-    table = Table("job", title=f"{report['nodes']} nodes × {world.scenario.cluster.gpus_per_node} GPUs")
-    for heading in ("weight", "nodes", "GPUs", "layout t·p·d", "PFLOP/s", "weighted"):
-        table.add_column(heading, justify="right")
+    per_node = world.scenario.cluster.gpus_per_node
+    largest = max((abs(job["waf"]) for job in report["jobs"].values()), default=0.0)
+    factor, unit = scaled(largest, "FLOP/s")
+    table = narrow_table(
+        f"{_counted(report['nodes'], 'node')} × {_counted(per_node, 'GPU')}",
+        "job",
+        ("weight", "nodes", "GPUs", "layout t·p·d", unit, "weighted"),
+    )
     for curve in world.curves:
         job = report["jobs"][curve.name]
         earlier = len(before.held.get(curve.name, ()))
@@ -268,18 +290,24 @@ def _show(world: World, before: World, report: dict[str, Any]) -> None:
             nodes,
             str(job["gpus"]),
             f"{layout.tensor}·{layout.pipeline}·{layout.data}" if layout else "",
-            f"{curve.at(job['nodes']) / 1e15:.3f}",
-            f"{job['waf'] / 1e15:.3f}",
+            f"{curve.at(job['nodes']) / factor:.4g}",
+            f"{job['waf'] / factor:.4g}",
         )
     console.print(table)
     for event in report.get("events", ()):
-        moved = ", ".join(f"{name} {a} → {b} nodes" for name, (a, b) in event["changed"].items())
+        moved = ", ".join(f"{name} {a} → {_counted(b, 'node')}" for name, (a, b) in event["changed"].items())
         console.print(f"{event['event']}: {moved or 'nothing changes'}", highlight=False)
     for name, job in report["jobs"].items():
         console.print(f"{name} {job['why']}", highlight=False)
+    total, total_unit = scaled(report["waf"], "FLOP/s")
     console.print(
-        f"weighted total {report['waf'] / 1e15:.3f} PFLOP/s, {report['idle_nodes']} nodes idle; planned, "
+        f"weighted total {report['waf'] / total:.4g} {total_unit}, {_counted(report['idle_nodes'], 'node')} "
+        "idle; planned, "
         f"with all look-ups, in {report['plan_s']:.3f} s; an event is answered in at most "
         f"{report['event_ms_max']:.3f} ms",
         highlight=False,
     )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -70,8 +70,12 @@ def _holding(outlook: Outlook, found: Alternatives, here: int, job: int) -> str:
         if not usable.size or usable[0] > outlook.nodes:
             return f"waits: it cannot run on the {_nodes(outlook.nodes)} that are alive"
         return f"waits: it needs at least {_nodes(int(usable[0]))}, worth more to the others"
+    if given == outlook.nodes:
+        return f"has {_nodes(given)}, all that are alive"
     if here == found.nodes.size - 1:
-        return f"has {_nodes(given)}, the most it can use"
+        further = outlook.allocator.options(job, outlook.nodes).nodes.max() > given
+        limit = f" of the {_nodes(outlook.nodes)} that are alive" if further else ""
+        return f"has {_nodes(given)}, the most it can use{limit}"
     running_s = outlook.allocator.running_s(outlook.nodes)
     free_to_move = found.others + demand.waf[np.minimum(found.nodes, demand.waf.size - 1)] * running_s
     best = int(np.argmax(free_to_move))

@@ -33,7 +33,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(ge=1, le=1e6)]
 NODES_MAX = 100_000
 """Planned nodes, or spares, of a cluster; on more, a plan takes minutes and a simulation hours."""
-DAYS_MAX = 36_500.0
+DAYS_MAX = 3_650.0
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
 
@@ -204,6 +204,8 @@ class GpuRange(Table, frozen=True):
     def problem(self) -> str | None:
         if self.min > self.max:
             return f"min: {self.min} is above max = {self.max}, expected min ≤ max"
+        if self.now > self.max:
+            return f"now: {self.now} is above max = {self.max}, expected now ≤ max"
         return None
 
 
@@ -319,6 +321,9 @@ class Scenario(Table, frozen=True):
         for name in names:
             if names.count(name) > 1:
                 return f"job: the name {name} is used twice, expected different names"
+        held = sum(-(-job.gpus.now // self.cluster.gpus_per_node) for job in self.job)
+        if held > self.cluster.nodes:
+            return f"job.gpus.now: the jobs hold {held} nodes, expected at most {self.cluster.nodes}"
         return next((text for job in self.job if (text := unfit(job, self.cluster))), None)
 
 

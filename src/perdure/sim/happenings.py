@@ -6,6 +6,7 @@ trace, differences between policies are theirs and not chance (common random num
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -54,9 +55,14 @@ class Trace:
     @property
     def losses(self) -> int:
         """How many times a node is lost: faults of severity 1 and removals."""
+        return self.losses_until(math.inf)
+
+    def losses_until(self, time_s: float) -> int:
+        """The losses until then."""
         return sum(
             event.kind is Kind.REMOVE or (event.kind is Kind.FAULT and event.severity == 1)
             for event in self.happenings
+            if event.time_s <= time_s
         )
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
+from perdure.schema.errors import UsageError
+
+TIMERS_MAX = 10_000_000
+"""Timers of one run beyond which it is given up: it would take more than minutes, or for ever."""
+
 
 class Timers:
     """A heap of (time, number, what). A timer that is no longer wanted is recognised by its owner's token."""
@@ -14,8 +19,13 @@ class Timers:
         self._number = 0
 
     def set(self, time_s: float, what: Any) -> None:
-        """Fire `what` at `time_s`."""
+        """Fire `what` at `time_s`. Raises `UsageError` if the run sets timers without end."""
         self._number += 1
+        if self._number > TIMERS_MAX:
+            raise UsageError(
+                f"simulate.days: more than {TIMERS_MAX:,} happenings until {time_s:.3g} s, expected fewer "
+                "days, or rarer checkpoints and faults"
+            )
         heapq.heappush(self._heap, (time_s, self._number, what))
 
     def next_time(self) -> float | None:

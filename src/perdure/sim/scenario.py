@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from perdure.core.cost import expected_running, node_loss_rate, transition_seconds
 from perdure.core.curve import job_curve
 from perdure.core.gpus import gpu_kind
-from perdure.core.policies import POLICIES, make
 from perdure.core.policies.base import Policy
 from perdure.core.policies.work import workload
+from perdure.core.scenario_checks import check_policies, check_saves, check_size
 from perdure.schema.cluster import FailureProcess, Scenario
 from perdure.schema.errors import UsageError
 from perdure.sim.cluster import JobSpec, Result, Setup, simulate
@@ -64,11 +64,10 @@ def trace_of(scenario: Scenario, seed: int) -> Trace:
 
 def prepare(scenario: Scenario, names: tuple[str, ...]) -> Case:
     """Make `scenario` ready for the policies `names`. Raises `UsageError`."""
-    unknown = [name for name in scenario.policy if name not in POLICIES]
-    if unknown:
-        raise UsageError(f"policy.{unknown[0]}: unknown policy, expected one of {', '.join(POLICIES)}")
-    policies = {name: make(name, scenario.policy.get(name)) for name in names}
-    _check_names(scenario, policies)
+    known = check_policies(scenario)
+    policies = {name: known[name] for name in names}
+    check_size(scenario)
+    check_saves(scenario, policies)
     cluster = scenario.cluster
     kind = gpu_kind(scenario)
     curves = [job_curve(job, cluster, kind) for job in scenario.job]
@@ -89,28 +88,21 @@ def prepare(scenario: Scenario, names: tuple[str, ...]) -> Case:
     return Case(scenario, setup, planner, policies)
 
 
-def _check_names(scenario: Scenario, policies: Mapping[str, Policy]) -> None:
-    """Refuse settings by job that name a job which is not there. Raises `UsageError`."""
-    jobs = {job.name for job in scenario.job}
-    for name, policy in policies.items():
-        for field in policy.settings.__struct_fields__:
-            table = getattr(policy.settings, field)
-            strangers = sorted(set(table) - jobs) if isinstance(table, dict) else []
-            if strangers:
-                known = ", ".join(sorted(jobs))
-                key = f"policy.{name}.{field}.{strangers[0]}"
-                raise UsageError(f"{key}: no such job, expected one of {known}")
-
-
 def loss_rate(scenario: Scenario) -> float:
-    """Losses per node and second that planners believe in: the cluster's own, or those that its trace had."""
+    """Losses per node and second that planners believe in: the cluster's own, or those that its trace shows.
+
+    A trace shows the losses of the simulated days, or of its own length where that is shorter.
+    """
     cluster = scenario.cluster
     if cluster.mtbf_hours_per_node is not None:
         return node_loss_rate(cluster)
     table = rates_of_table(cluster)
     if table is not None:
         return node_loss_rate(table)
+    trace = read_trace(cluster)
     span_s = scenario.simulate.days * 86_400.0
-    recorded = read_trace(cluster).losses / (span_s * (cluster.nodes + cluster.spares))
+    if trace.happenings:
+        span_s = min(span_s, trace.happenings[-1].time_s) or span_s
+    recorded = trace.losses_until(span_s) / (span_s * (cluster.nodes + cluster.spares))
     taken = cluster.preemption
     return recorded + (1 / (taken.mean_hours_per_node * 3600.0) if taken is not None else 0.0)
