@@ -51,6 +51,8 @@ def main() -> None:
             step.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        if mode == "save nowhere":
+            job.save("/proc/nowhere/x")
         if step.index == 1 and job.leader:
             print("half a line ", end="")
             print("and the rest, from", Path(sys.argv[0]).name)

@@ -189,6 +189,16 @@ def test_wrong_use_of_perdure_is_told_at_once_with_4(launcher: Launcher) -> None
     assert len(run.events("fault_decided", action="stop")) == 1
 
 
+def test_a_save_that_fails_ends_the_run_with_the_reason_whoever_wrote(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "save nowhere")
+    assert run.wait() == 4, run.story()
+    last = [line for line in run.printed.splitlines() if "errors.UsageError: " in line]
+    assert last, run.story()
+    assert all(
+        line.endswith("could not be written: No such file or directory: /proc/nowhere") for line in last
+    )
+
+
 def test_ctrl_c_saves_the_state_and_the_run_goes_on_from_it(launcher: Launcher, tmp_path: Path) -> None:
     run = launcher(MISBEHAVING, "endless")
     run.until(lambda: len(run.metrics()) > 3)

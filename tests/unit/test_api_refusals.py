@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import perdure
 from perdure.schema.errors import ProtectError, UsageError
+from perdure.state.shelf import read_manifest
 from perdure.worker import api
 from tasks import Numbers
 
@@ -193,6 +195,51 @@ def test_leaving_a_step_before_its_end(job: perdure.Job) -> None:
         break
     with pytest.raises(UsageError, match="left before its end: iterate it whole"):
         next(steps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("file", "it is a file that is no checkpoint of perdure's; move it away, or give another path"),
+        ("directory", "it is a directory that is no checkpoint of perdure's"),
+        ("link", "it is a symbolic link"),
+        ("below a file", "Not a directory"),
+        ("root", "is no place for a checkpoint"),
+    ],
+)
+def test_saving_where_something_else_is(kind: str, text: str, tmp_path: Path, job: perdure.Job) -> None:
+    target = tmp_path / "here"
+    if kind in ("file", "below a file"):
+        target.write_text("mine")
+    elif kind == "directory":
+        target.mkdir()
+        (target / "mine").touch()
+    elif kind == "link":
+        target.symlink_to(tmp_path)
+    target = {"below a file": target / "x", "root": Path("/")}.get(kind, target)
+    before = sorted(tmp_path.rglob("*"))
+    training = Training(job)
+    job.protect(model=training.model, optimizer=training.optimizer)
+    for step in job.steps(training.batches, until=1):
+        for x, _, _ in step:
+            step.backward(training.model(x).mean())
+        with pytest.raises(UsageError, match=text):
+            job.save(target)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert kind != "file" or target.read_text() == "mine"
+
+
+def test_saving_over_a_checkpoint_or_an_empty_directory(tmp_path: Path, job: perdure.Job) -> None:
+    training = Training(job)
+    job.protect(model=training.model, optimizer=training.optimizer)
+    for step in job.steps(training.batches, until=2):
+        for x, _, _ in step:
+            step.backward(training.model(x).mean())
+        for name in ("new", "empty"):
+            (tmp_path / "empty").mkdir(exist_ok=True)
+            job.save(tmp_path / name)
+            assert read_manifest(tmp_path / name).meta.step == step.index
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "new"]
 
 
 def test_evaluations_that_do_not_add_up(job: perdure.Job) -> None:

@@ -31,6 +31,7 @@ from perdure.state.shelf import (
     Shelf,
     encode_manifest,
     publish,
+    publish_save,
     read_manifest,
     verify,
 )
@@ -285,6 +286,16 @@ def test_publishing_over_an_old_one_replaces_it(state: ProtectedState, box: Shel
     assert write(state, box, 1) == first
     assert verify(first) is None
     assert list(box.directory.iterdir()) == [first]
+
+
+def test_what_is_no_checkpoint_is_not_replaced(state: ProtectedState, box: Shelf) -> None:
+    partial, target = box.directory / "x.partial", box.directory / "x"
+    box.directory.mkdir(exist_ok=True)
+    partial.mkdir()
+    target.write_text("somebody's")
+    with pytest.raises(OSError, match="it is a file that is no checkpoint"):
+        publish_save(partial, target)
+    assert target.read_text() == "somebody's"
 
 
 def test_where_names_cannot_be_exchanged_two_renames_do(

@@ -190,8 +190,30 @@ def aside(target: Path, writer: str) -> Path:
     return target.with_name(f".{target.name}.{writer}{PARTIAL}")
 
 
+def taken(target: Path) -> str:
+    """Why a checkpoint must not be put at `target`, as one clause: it would replace somebody's file.
+
+    Empty if nothing is there, or an empty directory, or a checkpoint, damaged or not: its name and its
+    manifest's name make one.
+    """
+    if not os.path.lexists(target):
+        return ""
+    if target.is_symlink():
+        return "it is a symbolic link; give the path of a directory"
+    if not target.is_dir():
+        return "it is a file that is no checkpoint of perdure's; move it away, or give another path"
+    if (target / MANIFEST).is_file() or not any(target.iterdir()):
+        return ""
+    return "it is a directory that is no checkpoint of perdure's; move it away, or give another path"
+
+
 def publish_save(partial: Path, target: Path) -> None:
-    """`publish`, and remove what writers that died left of earlier tries at `target`. Raises `OSError`."""
+    """`publish`, and remove what writers that died left of earlier tries at `target`.
+
+    Raises `OSError`; so too where something else than a checkpoint is `taken` by that name.
+    """
+    if reason := taken(target):
+        raise FileExistsError(reason)
     publish(partial, target)
     start = f".{target.name}."
     for path in target.parent.iterdir():

@@ -193,23 +193,26 @@ class Job:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the protected state to `path`, a checkpoint directory: atomic, fenced, once for all workers.
 
+        An earlier checkpoint at `path` is replaced, anything else that is there is refused.
+
         Raises:
             UsageError: it could not be written; the message says why.
         """
         runtime, step = self._in_commit("job.save")
         index, step.evaluations = step.evaluations, step.evaluations + 1
-        target = Path(path).absolute()
-        failed = ""
+        target = Path(os.path.abspath(path))
+        if not target.name:
+            raise UsageError(f"job.save: {target} is no place for a checkpoint; give a new directory in it")
 
         def write(_: int) -> tuple[dict[str, float], float]:
-            nonlocal failed
             assert self._saver is not None
             failed = self._saver.save_to(step.index, target)
-            return {"failed": float(bool(failed))}, 1.0
+            return ({failed: 1.0} if failed else {}), 1.0
 
-        answer = self._task(runtime, step.index, index, 1, write)
-        if answer.values[0]["failed"]:
-            raise UsageError(f"job.save: {target} could not be written: {failed or 'see another worker'}")
+        # The one value of the task, if there is one, is named by what went wrong: so all workers know it.
+        (failed,) = self._task(runtime, step.index, index, 1, write).values
+        if failed:
+            raise UsageError(f"job.save: {target} could not be written: {next(iter(failed))}")
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────
 

@@ -17,7 +17,7 @@ from perdure.schema import messages as msg
 from perdure.schema.errors import PerdureError
 from perdure.state import checkpoint
 from perdure.state.capture import Snapshot, touched_slab
-from perdure.state.shelf import Meta, Shelf, aside, read_manifest
+from perdure.state.shelf import Meta, Shelf, aside, read_manifest, taken
 from perdure.worker import defect
 from perdure.worker.runtime import Runtime
 
@@ -77,20 +77,25 @@ class Saver:
         """Write the state after `step` and wait until it lies at `target`; returns why not, if so."""
         partial = aside(target, self._writer)
         try:
+            if reason := taken(target):
+                return reason
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             copy = self._training.snapshot()
             meta = self.meta(step, copy.digest())
             checkpoint.write(copy, partial, meta)
         except OSError as error:
-            return str(error)
+            return error_text(error)
         runtime, inbox, asked = self._runtime, self._runtime.inbox, -1
         while True:
             with runtime.lock:
                 inbox.saves = [a for a in inbox.saves if (a.step, a.path) == (step, str(target))]
-                if inbox.saves:
-                    return inbox.saves.pop().reason
+                answer = inbox.saves.pop() if inbox.saves else None
                 seals = runtime.seals
+            if answer is not None:
+                if answer.reason:
+                    shutil.rmtree(partial, ignore_errors=True)
+                return answer.reason
             if asked >= 0 and not _holds(partial, meta):
                 return ""  # an earlier coordinator put it in place, and died before it said so
             asked = seals
@@ -108,6 +113,13 @@ class Saver:
             return
         seconds = time.monotonic() - started
         self._send(msg.CheckpointWritten(step, digest, str(partial), copy.total_bytes, seconds))
+
+
+def error_text(error: OSError) -> str:
+    """What went wrong, and where, without a number."""
+    if error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
 
 
 def _holds(path: Path, meta: Meta) -> bool:
