@@ -6,14 +6,19 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from perdure.cli.figures import finite_figures
 from perdure.cli.main import main
 from perdure.core.policies import POLICIES
 from perdure.core.policies.base import CAUSES
+from perdure.schema.errors import UsageError
+from perdure.sim import generators, queue
 
 ROOT = Path(__file__).parents[2]
 SCENARIOS = ROOT / "examples" / "scenarios"
@@ -81,10 +86,20 @@ def test_the_figures_have_their_shape(scenario: Path, capsys: pytest.CaptureFixt
 
 
 def test_one_seed_gives_the_same_figures_again(scenario: Path) -> None:
-    first, again = (figures(scenario, "--seeds", "2", "--policies", "megatron,perdure") for _ in range(2))
-    first.pop("elapsed_s")
-    again.pop("elapsed_s")
-    assert first == again
+    arguments = (
+        "--seeds",
+        "2",
+        "--policies",
+        "megatron,perdure",
+        "--sweep",
+        "cluster.spares=0,1",
+        "--advise",
+    )
+    texts = []
+    for _ in range(2):
+        figures(scenario, *arguments)
+        texts.append((scenario.parent / "figures.json").read_bytes())
+    assert texts[0] == texts[1]
 
 
 def test_more_seeds_keep_the_first_and_narrow_the_interval(scenario: Path) -> None:
@@ -129,8 +144,28 @@ def test_advice_compares_spares_intervals_and_policies(scenario: Path) -> None:
     assert one_spare["bought_gpu_hours"] == pytest.approx(3 * 24 * 8)
     assert one_spare["gained_gpu_hours"] > 0
     for option in options:
-        worth = option["gained_gpu_hours"] - option["bought_gpu_hours"]
-        assert option["net_money"] == pytest.approx(2 * worth)
+        worth = option["waf_gain"] * options[0]["useful_gpu_hours"]
+        assert option["worth_gpu_hours"] == pytest.approx(worth)
+        assert option["net_money"] == pytest.approx(2 * (worth - option["bought_gpu_hours"]))
+    by_policy = found["policies"]
+    gain = by_policy["perdure"]["accumulated_waf"]["mean"] / by_policy["megatron"]["accumulated_waf"]["mean"]
+    perdure = next(option for option in options if option["kind"] == "policy")
+    assert perdure["waf_gain"] == pytest.approx(gain - 1)
+
+
+def test_advice_knows_the_weights_of_jobs(scenario: Path) -> None:
+    """Oobleck's many GPU-hours of the light job are worth less than Megatron's fewer of the heavy one."""
+    measured = "[policy.{}]\nmeasured.heavy = [[1, {}]]\nmeasured.light = [[1, {}]]\n"
+    text = SMALL.replace("weight = 2", "weight = 50").replace(
+        "mtbf_hours_per_node = 40", "mtbf_hours_per_node = 1e6"
+    )
+    text += measured.format("megatron", 10, 1) + measured.format("recycle", 5, 6)
+    path = scenario.parent / "weights.toml"
+    path.write_text(text)
+    options = figures(path, "--seeds", "1", "--policies", "megatron,recycle", "--advise")["advice"]
+    recycle = next(option for option in options if option["kind"] == "policy")
+    assert recycle["waf_gain"] == pytest.approx((50 * 5 + 6) / (50 * 10 + 1) - 1, rel=1e-3)
+    assert recycle["net_money"] < 0
 
 
 def events(path: Path) -> Path:
@@ -183,6 +218,68 @@ def test_the_event_log_can_be_kept(scenario: Path) -> None:
     assert {"job_state", "pool_state", "fault", "decision", "node_lost"} <= {line["event"] for line in lines}
 
 
+TRACE = "mtbf_hours_per_node = 40\ntrace = 'trace.csv'"
+ADDED = "".join(f"0,add,n{node}\n" for node in range(4)) + "90000000,remove,n1\n"
+
+
+def test_a_recorded_trace_is_run_once_and_has_no_interval(
+    scenario: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (scenario.parent / "trace.csv").write_text(ADDED)
+    scenario.write_text(SMALL.replace("mtbf_hours_per_node = 40", TRACE))
+    page = scenario.parent / "page.html"
+    found = figures(scenario, "--seeds", "3", "--policies", "perdure", "--html", str(page))
+    assert found["seeds"] == [1]
+    assert found["policies"]["perdure"]["goodput"]["ci95"] == 0
+    shown = capsys.readouterr().out
+    for text in (shown, page.read_text()):
+        assert "1 trace, recorded" in text
+        assert "±" not in text
+        assert "95 %" not in text
+
+
+@pytest.mark.parametrize("name", ["large", "small"])
+def test_the_tables_fit_80_columns_and_no_figure_is_cut(
+    scenario: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = SMALL.replace("mtbf_hours_per_node = 40", "mtbf_hours_per_node = 4")
+    if name == "large":  # figures with as many digits as they can have
+        text = text.replace("nodes = 4", "nodes = 400").replace(
+            "price_per_gpu_hour = 2", "price_per_gpu_hour = 999"
+        )
+        text = text.replace("seed = 1", "seed = 1\n[policy.oobleck]\nconnection_s = 100\n")
+    scenario.write_text(text)
+    sweep = ["--sweep", "cluster.repair_hours=0.123456789,{median=1.234567,sigma=1.2345678}"]
+    assert main(["simulate", str(scenario), "--seeds", "2", *sweep]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    headings = [line.split() for line in shown.splitlines() if line.split()[:1] in (["cause"], ["value"])]
+    assert [set(heading[1:]) for heading in headings] == [set(POLICIES)] * 2
+
+
+def test_a_job_that_never_runs_is_named_on_the_page(
+    scenario: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = scenario.parent / "page.html"
+    (scenario.parent / "trace.csv").write_text("0,add,n0\n1000,remove,n0\n")
+    scenario.write_text(SMALL.replace("mtbf_hours_per_node = 40", TRACE).replace("min = 8", "min = 16"))
+    assert main(["simulate", str(scenario), "--policies", "megatron", "--html", str(page)]) == 0
+    shown, text = capsys.readouterr().out, page.read_text()
+    assert "megatron: heavy never ran: " in shown
+    assert "megatron: heavy never ran: " in text
+    assert "No policy got anything done." in text
+    assert "e-1" not in text
+
+
+def test_a_job_s_name_may_have_dots(scenario: Path) -> None:
+    scenario.write_text(SMALL.replace('"light"', '"gpt-3.5"'))
+    found = figures(scenario, "--seeds", "1", "--policies", "perdure", "--sweep", "job.gpt-3.5.gpus.max=8,16")
+    (sweep,) = found["sweeps"]
+    assert [point["value"] for point in sweep["values"]] == [8, 16]
+
+
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_example_runs(path: Path, tmp_path: Path) -> None:
     if "trace = " in path.read_text() and not TRACES.is_dir():
@@ -229,7 +326,35 @@ BAD = [
     (("[simulate]", "[policy.zeus]\nx = 1\n[simulate]"), [], "policy.zeus: unknown policy"),
     (None, ["--policies", "zeus"], "unknown policy 'zeus'"),
     (None, ["--policies", ","], "none given"),
+    (("[simulate]", "[policy.varuna]\nbogus = 1\n[simulate]"), [], "policy.varuna: bogus: unknown key"),
+    (
+        None,
+        ["--policies", "unicron", "--sweep", "policy.varuna.bogus=1"],
+        "policy.varuna: bogus: unknown key",
+    ),
+    (
+        ("max = 16, step = 8", "max = 16, step = 8, now = 999"),
+        [],
+        "job.heavy.gpus.now: 999 is above max = 16",
+    ),
+    (("days = 3", "days = 1e30"), [], "simulate.days: found 1e+30, expected float ≤ 3650"),
+    (
+        ("[simulate]", "[policy.megatron]\nsave_every_s = 1e-9\nwrite_s = 0\n[simulate]"),
+        [],
+        "policy.megatron.save_every_s: 1e-09 s in 3 days of 2 jobs, expected at least 0.518 s",
+    ),
+    (
+        ("[simulate]", "[policy.perdure]\nsave_every_s = 1e-9\nsnapshot_s = 0\n[simulate]"),
+        ["--policies", "perdure"],
+        "policy.perdure.save_every_s: 1e-09 s",
+    ),
+    (None, ["--sweep", f"simulate.seed={'9' * 5000}"], "--sweep: 'simulate.seed=999"),
+    (None, ["--sweep", f"simulate.seed={'[' * 3000}"], "--sweep: 'simulate.seed=[[["),
+    (None, ["--sweep", f"simulate.seed={'9' * 400}"], "simulate.seed: an integer of more than 18 digits"),
     (None, ["--seeds", "0"], "--seeds: 0"),
+    (None, ["--seeds", "1000000000"], "--seeds: 1000000000, expected 1 to 10,000"),
+    (None, ["--html", "/no/such/folder/x.html"], "--html /no/such/folder/x.html: cannot be written"),
+    (None, ["--log", "/"], "--log /: cannot be written (it is a directory)"),
     (None, ["--seeds", "x"], "invalid int value"),
     (None, ["--sweep", "nonsense"], "--sweep: 'nonsense'"),
     (None, ["--sweep", "cluster.fruit=1,2"], "cluster.fruit: unknown key"),
@@ -256,10 +381,47 @@ def test_bad_input_is_one_clear_line_and_exit_4(
     assert error.count("\n") == 1
 
 
+def test_a_run_that_would_not_end_is_given_up(
+    scenario: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "TIMERS_MAX", 10_000)
+    steps = "save_every_steps = 1\nsave_s = 0\nmeasured.heavy = [[1, 1e9]]\nmeasured.light = [[1, 1e9]]\n"
+    scenario.write_text(SMALL + "[policy.varuna]\n" + steps)
+    assert main(["simulate", str(scenario), "--policies", "varuna", "--seeds", "1"]) == 4
+    error = capsys.readouterr().err
+    assert "simulate.days: more than 10,000 happenings" in error
+    assert error.count("\n") == 1
+
+
+def test_faults_that_breed_faults_are_given_up(
+    scenario: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generators, "ROUNDS_MAX", 1000)
+    process = "failures = {kind='infant', factor=1e6, decay_hours=0.001}"
+    scenario.write_text(
+        SMALL.replace(f"{RATE}\nrepair_hours = 6", f"mtbf_hours_per_node = 1\nrepair_hours = 0\n{process}")
+    )
+    assert main(["simulate", str(scenario), "--policies", "perdure", "--seeds", "1"]) == 4
+    error = capsys.readouterr().err
+    assert "cluster.failures: more than" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("absurd", [lambda: np.float64(1e300) ** 2, lambda: 1.0 / 0.0, lambda: 10.0**400])
+def test_figures_whose_product_overflows_are_one_line(absurd: Callable[[], object]) -> None:
+    with (
+        pytest.raises(UsageError, match=r"x\.toml: its figures together are beyond") as raised,
+        finite_figures("x.toml"),
+    ):
+        absurd()
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("", "no fault in 0 node-hours"),
+        ("[" * 100_000 + "\n{}\n", "line 1:"),
         (
             '{"event": "run_started", "wall_s": 1}\n{"event": "run_ended", "wall_s": 7201}\n',
             "no fault in 2 node",

@@ -1,4 +1,4 @@
-"""What `perdure plan` and `perdure simulate` share: tables for 80 columns, units, absurd figures."""
+"""What `perdure plan` and `perdure simulate` share: tables for 80 columns, absurd figures."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from rich import box
 from rich.table import Table
 
 from perdure.schema.errors import UsageError
-
-WIDTH = 80
 
 
 @contextmanager
@@ -35,17 +33,10 @@ def finite_figures(path: str | Path) -> Iterator[None]:
 
 def narrow_table(title: str, first: str, others: Sequence[str]) -> Table:
     """An empty table whose first column is text and whose others are numbers, which are folded, never cut."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     table.add_column(first, overflow="fold")
     for heading in others:
         table.add_column(heading, justify="right", overflow="fold")
     return table
-
-
-def scaled(largest: float, unit: str) -> tuple[float, str]:
-    """A power of a thousand at most `largest`, and the unit with its prefix: (1e12, 'TFLOP')."""
-    prefixes = ("", "k", "M", "G", "T", "P", "E", "Z", "Y", "R", "Q")
-    power = 0
-    while power + 1 < len(prefixes) and largest >= 1000.0 ** (power + 1):
-        power += 1
-    return 1000.0**power, f"{prefixes[power]}{unit}"

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import track
 
-from perdure.cli.figures import finite_figures, narrow_table, scaled
+from perdure.cli.figures import finite_figures, narrow_table
 from perdure.core.allocation import Demand, Outlook, Plan, allocate
 from perdure.core.cost import expected_running, node_loss_rate, transition_seconds
 from perdure.core.curve import Curve, job_curve
@@ -23,6 +23,7 @@ from perdure.core.explain import explain
 from perdure.core.gpus import gpu_kind
 from perdure.core.placement import Nodes, place
 from perdure.core.scenario_checks import check_policies, check_size
+from perdure.core.units import scaled
 from perdure.schema.cluster import Scenario, load_jobs, load_scenario
 from perdure.schema.errors import UsageError
 

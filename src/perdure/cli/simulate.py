@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,31 +12,25 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from perdure.cli.figures import finite_figures
+from perdure.cli.simulate_tables import show
 from perdure.core.policies import POLICIES
-from perdure.core.policies.base import CAUSES
-from perdure.schema.cluster import Scenario, load_scenario
+from perdure.core.scenario_checks import check_policies
+from perdure.schema.cluster import load_scenario
 from perdure.schema.errors import UsageError
-from perdure.sim.advice import Option, advise, best, variants
-from perdure.sim.experiment import Comparison, Mean, Sweep, Tick, compare_case, sweep
+from perdure.schema.text import quoted
+from perdure.sim.advice import Option, advise, variants
+from perdure.sim.experiment import Comparison, Sweep, Tick, compare_case, is_recorded, sweep
 from perdure.sim.fit import Fit, fit_events
 from perdure.sim.page import Contents, render
 from perdure.sim.scenario import Case, prepare
-from perdure.sim.sensitivity import RATES, SIZES, by_rate, by_size, lost_gpu_hours
+from perdure.sim.sensitivity import RATES, SIZES, by_rate, by_size
 
-SHORT = {
-    "healthy_overhead": "over-head",
-    "checkpoint": "check-point",
-    "detection": "detect",
-    "transition": "transit",
-    "recomputed": "redone",
-    "degraded": "degr.",
-}
-"""Causes that have to be short to stand side by side on 80 columns."""
 SENSITIVITY_SEEDS = 3
 ADVICE_SEEDS = 5
 """At most so many traces for the page's sensitivities and for advice."""
+SEEDS_MAX = 10_000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -70,17 +64,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, print a table, write what was asked for."""
-    started = time.perf_counter()
+    """Simulate, print tables, write what was asked for."""
     names = _policies(args.policies)
-    if args.seeds < 1:
-        raise UsageError(f"--seeds: {args.seeds}, expected 1 or more")
+    if not 1 <= args.seeds <= SEEDS_MAX:
+        raise UsageError(f"--seeds: {args.seeds}, expected 1 to {SEEDS_MAX:,}")
     sweeps = [_sweep_of(text) for text in args.sweep]
+    for option, path in (("--json", args.json), ("--html", args.html), ("--log", args.log)):
+        _check_writable(path, option)
+    with finite_figures(args.scenario):
+        return _run(args, names, sweeps)
+
+
+def _run(args: argparse.Namespace, names: tuple[str, ...], sweeps: Sequence[tuple[str, list[Any]]]) -> int:
     fit = fit_events(args.fit) if args.fit else None
     overrides = fit.overrides() if fit else {}
     scenario = load_scenario(args.scenario, overrides)
     case = prepare(scenario, names)
-    with _Meter(_runs(args, scenario, names, sweeps)) as meter:
+    for key, values in sweeps:  # what is wrong with a value is said before anything runs
+        for value in values:
+            check_policies(load_scenario(args.scenario, {**overrides, key: value}))
+    with _Meter(_runs(args, case, names, sweeps)) as meter:
         comparison = compare_case(case, args.seeds, meter.tick)
         swept = [
             sweep(args.scenario, overrides, key, values, names, args.seeds, meter.tick)
@@ -96,15 +99,13 @@ def run(args: argparse.Namespace) -> int:
         options = advise(scenario, names[0], names, seeds, meter.tick) if args.advise else []
     if args.json:
         figures = _figures(args.scenario, comparison, swept, options, fit)
-        _write(
-            args.json, "--json", json.dumps({**figures, "elapsed_s": time.perf_counter() - started}, indent=2)
-        )
+        _write(args.json, "--json", json.dumps(figures, indent=2))
     if args.html:
         contents = Contents(args.scenario.stem, comparison, curves, tuple(swept), tuple(options))
         _write(args.html, "--html", render(contents))
     if args.log:
         _write(args.log, "--log", _log(case, names))
-    _show(Console(), comparison, swept, options, fit)
+    show(Console(), comparison, swept, options, fit)
     return 0
 
 
@@ -131,19 +132,23 @@ def _sweep_of(text: str) -> tuple[str, list[Any]]:
         found = tomllib.loads(f"values = [{values}]")["values"]
     except tomllib.TOMLDecodeError:
         found = [value.strip() for value in values.split(",")]
+    except (ValueError, RecursionError) as error:  # thousands of digits or of brackets
+        raise UsageError(
+            f"--sweep: {quoted(text)}: too long or too deep, expected numbers or words"
+        ) from error
     if not equals or not key or not found:
-        raise UsageError(f"--sweep: {text!r}, expected KEY=A,B,C such as cluster.repair_hours=1,6,24")
+        raise UsageError(f"--sweep: {quoted(text)}, expected KEY=A,B,C such as cluster.repair_hours=1,6,24")
     return key, found
 
 
 def _runs(
     args: argparse.Namespace,
-    scenario: Scenario,
+    case: Case,
     names: Sequence[str],
     sweeps: Sequence[tuple[str, list[Any]]],
 ) -> int:
     """How many runs there will be, for the progress bar."""
-    seeds: int = args.seeds
+    scenario, seeds = case.scenario, 1 if is_recorded(case) else int(args.seeds)
     total = seeds * len(names) * (1 + sum(len(values) for _, values in sweeps))
     if args.html and scenario.cluster.trace is None:
         total += min(seeds, SENSITIVITY_SEEDS) * len(names) * (len(RATES) + len(SIZES))
@@ -185,6 +190,21 @@ class _Meter:
         return advance
 
 
+def _check_writable(path: Path | None, option: str) -> None:
+    """Refuse a file that cannot be written before anything runs. Raises `UsageError`."""
+    if path is None:
+        return
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not path.parent.is_dir():
+        reason = f"{path.parent} is no directory"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission denied"
+    else:
+        return
+    raise UsageError(f"{option} {path}: cannot be written ({reason}), expected a writable file")
+
+
 def _write(path: Path, option: str, text: str) -> None:
     try:
         path.write_text(text + ("" if text.endswith("\n") else "\n"), encoding="utf-8")
@@ -224,112 +244,3 @@ def _figures(
     if fit is not None:
         figures["fit"] = fit.as_json()
     return figures
-
-
-def _show(
-    console: Console,
-    comparison: Comparison,
-    swept: Sequence[Sweep],
-    options: Sequence[Option],
-    fit: Fit | None,
-) -> None:
-    """Print everything as tables."""
-    if fit is not None:
-        low, high = fit.mtbf_range_hours
-        found_in = f"{fit.faults} faults in {fit.node_hours:.3g} node-hours"
-        mean = f"one in {fit.mtbf_hours_per_node:.3g} (95 %: {low:.3g} to {high:.3g})"
-        console.print(f"fitted: {found_in}, {mean}")
-    console.print(_policy_table(comparison))
-    console.print(_cause_table(comparison))
-    for name, runs in comparison.runs.items():
-        for job in runs[0].jobs:
-            if all(run.jobs[job].note for run in runs):
-                console.print(f"{name}: {job} never ran: {runs[0].jobs[job].note}")
-    for found in swept:
-        console.print(_sweep_table(found))
-    if options:
-        console.print(_advice_table(options))
-        chosen = best(options)
-        console.print(f"best: {chosen.change} ({chosen.net_money:+,.0f} over the simulated time)")
-
-
-def _plus_minus(value: Mean, form: str, factor: float = 1.0) -> str:
-    shown = format(value.mean * factor, form)
-    return f"{shown} ± {format(value.ci95 * factor, '.2g')}" if value.ci95 else shown
-
-
-def _policy_table(comparison: Comparison) -> Table:
-    """What each policy got done, the best first."""
-    cluster = comparison.scenario.cluster
-    gpus = (cluster.nodes + cluster.spares) * cluster.gpus_per_node
-    seeds = len(comparison.seeds)
-    traces = f"{seeds} trace{'s' if seeds > 1 else ''}"
-    table = Table(title=f"{gpus:,} GPUs, {comparison.scenario.simulate.days:g} days, {traces}")
-    table.add_column("policy")
-    for name in ("accumulated WAF", "of best", "goodput %", "lost GPU-h", "their price"):
-        table.add_column(name, justify="right")
-    ranked = _ranked(comparison)
-    for name in ranked:
-        lost = lost_gpu_hours(comparison, name)
-        ratio = comparison.ratio(name, ranked[0])
-        table.add_row(
-            name,
-            _plus_minus(comparison.waf(name), ".4g"),
-            "–" if ratio is None else f"{ratio:.3f}",
-            _plus_minus(comparison.goodput(name), ".2f", 100.0),
-            f"{lost:,.0f}",
-            f"{lost * cluster.price_per_gpu_hour:,.0f}",
-        )
-    return table
-
-
-def _cause_table(comparison: Comparison) -> Table:
-    """Where the GPU-time went, in %, without causes that took less than a ten-thousandth everywhere."""
-    cluster = comparison.scenario.cluster
-    gpus = (cluster.nodes + cluster.spares) * cluster.gpus_per_node
-    total = comparison.scenario.simulate.days * 86_400 * gpus
-    shares = {
-        name: {cause: 100 * comparison.gpu_seconds(name, cause).mean / total for cause in CAUSES}
-        for name in _ranked(comparison)
-    }
-    shown = [cause for cause in CAUSES if any(found[cause] >= 0.005 for found in shares.values())]
-    table = Table(title="GPU-time by cause, %")
-    table.add_column("policy")
-    for cause in shown:
-        table.add_column(SHORT.get(cause, cause), justify="right")
-    for name, found in shares.items():
-        table.add_row(name, *(f"{found[cause]:.2f}" for cause in shown))
-    return table
-
-
-def _ranked(comparison: Comparison) -> list[str]:
-    """The policies, the one that got most done first."""
-    return sorted(comparison.runs, key=lambda name: -comparison.waf(name).mean)
-
-
-def _sweep_table(found: Sweep) -> Table:
-    table = Table(title=f"goodput % by {found.key}")
-    table.add_column("value")
-    names = list(found.points[0][1].runs) if found.points else []
-    for name in names:
-        table.add_column(name, justify="right")
-    for value, comparison in found.points:
-        table.add_row(str(value), *(f"{100 * comparison.goodput(name).mean:.2f}" for name in names))
-    return table
-
-
-def _advice_table(options: Sequence[Option]) -> Table:
-    table = Table(title="what to buy or change")
-    table.add_column("change")
-    for name in ("useful GPU-h", "gained", "bought", "goodput %", "net"):
-        table.add_column(name, justify="right")
-    for option in options:
-        table.add_row(
-            option.change,
-            f"{option.useful_gpu_hours:,.0f}",
-            f"{option.gained_gpu_hours:+,.0f}",
-            f"{option.bought_gpu_hours:+,.0f}",
-            f"{100 * option.goodput:.2f}",
-            f"{option.net_money:+,.0f}",
-        )
-    return table

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.core.allocation import Outlook
+from perdure.core.units import scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,5 @@ def _duration(seconds: float) -> str:
 
 
 def _flops(value: float) -> str:
-    for factor, unit in ((1e18, "EFLOP/s"), (1e15, "PFLOP/s"), (1e12, "TFLOP/s")):
-        if abs(value) >= factor:
-            return f"{value / factor:+.3g} {unit}"
-    return f"{value / 1e9:+.3g} GFLOP/s"
+    factor, unit = scaled(abs(value), "FLOP/s")
+    return f"{value / factor:+.3g} {unit}"

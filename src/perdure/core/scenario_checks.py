@@ -54,14 +54,18 @@ def check_size(scenario: Scenario, more_jobs: Iterable[Job] = ()) -> None:
         )
 
 
+def save_every_min_s(scenario: Scenario) -> float:
+    """The shortest time between checkpoints that `check_saves` accepts, in s."""
+    return max(SAVE_EVERY_MIN_S, scenario.simulate.days * 86_400.0 * len(scenario.job) / SAVES_MAX)
+
+
 def check_saves(scenario: Scenario, policies: Mapping[str, Policy]) -> None:
     """Checkpoints must be so rare that a simulation of them ends in reasonable time."""
-    span_s = scenario.simulate.days * 86_400.0
+    rarer = save_every_min_s(scenario)
     for name, policy in policies.items():
         every_s = getattr(policy.settings, "save_every_s", None)
         if every_s is None:
             continue
-        rarer = max(SAVE_EVERY_MIN_S, span_s * len(scenario.job) / SAVES_MAX)
         if every_s < rarer:
             days, jobs = scenario.simulate.days, len(scenario.job)
             raise UsageError(

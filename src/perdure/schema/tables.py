@@ -72,22 +72,40 @@ def convert(raw: dict[str, Any], kind: type[_T], where: str) -> _T:
 
 
 def override(raw: dict[str, Any], overrides: Mapping[str, object], where: str) -> None:
-    """Set values of `raw` in place by dotted keys (`job.NAME.weight`). Raises `UsageError`."""
+    """Set values of `raw` in place by dotted keys (`job.NAME.weight`); a name may have dots itself.
+
+    Raises `UsageError`.
+    """
     for key, value in overrides.items():
-        *parents, last = key.split(".")
         table: Any = raw
-        for part in parents:
-            if isinstance(table, list):
-                table = next(
-                    (item for item in table if isinstance(item, dict) and item.get("name") == part), 0
-                )
-            elif isinstance(table, dict):
-                table = table.setdefault(part, {})
-        if not isinstance(table, dict) or not parents:
+        parts = key.split(".")
+        while len(parts) > 1 and not (isinstance(table, dict) and ".".join(parts) in table):
+            table, taken = _entered(table, parts)
+            parts = parts[taken:]
+        if not isinstance(table, dict) or table is raw:
             raise UsageError(
-                f"{where}: {key}: no such table, expected a key like cluster.spares or job.NAME.weight"
+                f"{where}: {_shown(key)}: no such table, expected a key like cluster.spares or "
+                "job.NAME.weight"
             )
-        table[last] = value
+        table[".".join(parts)] = value
+
+
+def _entered(table: Any, parts: list[str]) -> tuple[Any, int]:
+    """The table that the first of `parts` name, the longest name that is there, and how many they are.
+
+    A table that is not there is made, but never an item of a list; at least one part is left over.
+    """
+    for count in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:count])
+        if isinstance(table, list):
+            found = next(
+                (item for item in table if isinstance(item, dict) and item.get("name") == name), None
+            )
+        else:
+            found = table.get(name) if isinstance(table, dict) else None
+        if found is not None:
+            return found, count
+    return (table.setdefault(parts[0], {}) if isinstance(table, dict) else None), 1
 
 
 def _prepared(value: Any, kind: type[Table] | None, key: str, where: str) -> Any:

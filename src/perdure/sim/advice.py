@@ -1,7 +1,8 @@
 """What to buy or change: spares, the checkpoint interval and the policy, in GPU-hours and money.
 
-Every option is simulated over the same traces as the present arrangement. Useful GPU-hours gained are
-worth what GPU-hours cost; spares cost what GPUs cost.
+Every option is simulated over the same traces as the present arrangement. What it gains is accumulated WAF,
+which knows the weights of jobs: one per cent more is worth one per cent of the useful GPU-hours that there
+are now, at what GPU-hours cost. Spares cost what GPUs cost.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from perdure.core.policies import make
+from perdure.core.scenario_checks import save_every_min_s
 from perdure.schema.cluster import Scenario
 from perdure.sim.experiment import Tick, compare
 from perdure.sim.scenario import loss_rate
@@ -24,12 +26,19 @@ INTERVALS = (0.25, 0.5, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class Option:
-    """One change: what it gains in useful GPU-hours, what it costs in GPU-hours, over the simulated time."""
+    """One change: what it gains and what it costs, over the simulated time.
+
+    `waf_gain` is the accumulated WAF that it adds as a share of the present one, None where nothing is done
+    at present; `worth_gpu_hours` is that share of the useful GPU-hours there are now, or all of the useful
+    GPU-hours where there are none.
+    """
 
     kind: str
     change: str
     useful_gpu_hours: float
     gained_gpu_hours: float
+    waf_gain: float | None
+    worth_gpu_hours: float
     bought_gpu_hours: float
     goodput: float
     price: float
@@ -37,7 +46,7 @@ class Option:
     @property
     def net_money(self) -> float:
         """Worth of what is gained less the price of what is bought."""
-        return (self.gained_gpu_hours - self.bought_gpu_hours) * self.price
+        return (self.worth_gpu_hours - self.bought_gpu_hours) * self.price
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -45,6 +54,8 @@ class Option:
             "change": self.change,
             "useful_gpu_hours": self.useful_gpu_hours,
             "gained_gpu_hours": self.gained_gpu_hours,
+            "waf_gain": self.waf_gain,
+            "worth_gpu_hours": self.worth_gpu_hours,
             "bought_gpu_hours": self.bought_gpu_hours,
             "goodput": self.goodput,
             "net_money": self.net_money,
@@ -65,9 +76,10 @@ def variants(
                 yield "spares", f"{count} more spare node{'s' if count > 1 else ''}", more, policy
     every_s = getattr(make(policy, scenario.policy.get(policy)).settings, "save_every_s", None)
     if every_s is not None:
-        for interval in sorted(
-            {every_s * factor for factor in INTERVALS} | set(_best_interval(scenario, policy))
-        ):
+        intervals = {every_s * factor for factor in INTERVALS} | set(_best_interval(scenario, policy))
+        for interval in sorted(intervals):
+            if interval < save_every_min_s(scenario):
+                continue
             table = {**scenario.policy.get(policy, {}), "save_every_s": interval}
             tables = {**scenario.policy, policy: table}
             changed_scenario = msgspec.structs.replace(scenario, policy=tables)
@@ -96,21 +108,24 @@ def advise(
 ) -> list[Option]:
     """Every option, the present arrangement first, then by what it nets. Raises `UsageError`."""
     options: list[Option] = []
-    base_hours, base_gpus = 0.0, 0
+    base_hours, base_waf, base_gpus = 0.0, 0.0, 0
     hours = scenario.simulate.days * 24
     for kind, change, changed, name in variants(scenario, policy, others):
         found = compare(changed, (name,), seeds, tick)
         cluster = changed.cluster
         gpus = (cluster.nodes + cluster.spares) * cluster.gpus_per_node
-        useful = found.gpu_seconds(name, "useful").mean / 3600
+        useful, waf = found.gpu_seconds(name, "useful").mean / 3600, found.waf(name).mean
         if kind == "now":
-            base_hours, base_gpus = useful, gpus
+            base_hours, base_waf, base_gpus = useful, waf, gpus
+        gain = waf / base_waf - 1 if base_waf > 0 else None
         options.append(
             Option(
                 kind=kind,
                 change=change,
                 useful_gpu_hours=useful,
                 gained_gpu_hours=useful - base_hours,
+                waf_gain=gain,
+                worth_gpu_hours=useful if gain is None else gain * base_hours,
                 bought_gpu_hours=(gpus - base_gpus) * hours,
                 goodput=found.goodput(name).mean,
                 price=cluster.price_per_gpu_hour,

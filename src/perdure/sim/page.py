@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,6 +10,7 @@ import jinja2
 from markupsafe import Markup
 
 from perdure.core.policies.base import CAUSES
+from perdure.core.units import scaled
 from perdure.sim.advice import Option
 from perdure.sim.charts import Bar, Line, line_chart, stacked_bars
 from perdure.sim.experiment import Comparison, Sweep
@@ -47,7 +47,7 @@ def render(contents: Contents) -> str:
         files("perdure.sim").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
     cluster = comparison.scenario.cluster
-    ranked = sorted(comparison.runs, key=lambda name: -comparison.waf(name).mean)
+    names = ranked(comparison)
     return template.render(
         title=contents.title,
         cluster=cluster,
@@ -55,14 +55,38 @@ def render(contents: Contents) -> str:
         days=comparison.scenario.simulate.days,
         jobs=comparison.scenario.job,
         seeds=len(comparison.seeds),
-        rows=[_row(comparison, name, ranked[0]) for name in ranked],
+        traces=traces_in_words(comparison),
+        notes=never_ran(comparison),
+        rows=[_row(comparison, name, names[0]) for name in names],
         causes=CAUSE_WORDS,
-        progress=Markup(_progress(comparison, ranked)),
-        bars=Markup(_bars(comparison, ranked)),
+        progress=Markup(_progress(comparison, names)),
+        bars=Markup(_bars(comparison, names)),
         sensitivities=[_sensitivity(curve) for curve in contents.sensitivities],
         sweeps=[_sweep(found) for found in contents.sweeps],
         advice=contents.advice,
     )
+
+
+def ranked(comparison: Comparison) -> list[str]:
+    """The policies, the one that got most done first."""
+    return sorted(comparison.runs, key=lambda name: -comparison.waf(name).mean)
+
+
+def never_ran(comparison: Comparison) -> list[str]:
+    """A line for every job that never ran under a policy, with the reason."""
+    return [
+        f"{name}: {job} never ran: {runs[0].jobs[job].note}"
+        for name, runs in comparison.runs.items()
+        for job in runs[0].jobs
+        if all(run.jobs[job].note for run in runs)
+    ]
+
+
+def traces_in_words(comparison: Comparison) -> str:
+    """How many traces were run, and whether it was a recorded one."""
+    count = len(comparison.seeds)
+    words = f"{count} trace{'' if count == 1 else 's'}"
+    return f"{words}, recorded" if comparison.recorded else words
 
 
 def _row(comparison: Comparison, name: str, best: str) -> dict[str, object]:
@@ -78,19 +102,15 @@ def _row(comparison: Comparison, name: str, best: str) -> dict[str, object]:
     }
 
 
-def _scale(value: float) -> tuple[float, str]:
-    """A power of a thousand and its name, for FLOP."""
-    names = {6: "EFLOP", 7: "ZFLOP", 8: "YFLOP", 9: "RFLOP", 10: "QFLOP"}
-    power = min(10, max(6, math.floor(math.log10(value) / 3))) if value > 0 else 6
-    return 1000.0**power, names[power]
-
-
 def _progress(comparison: Comparison, names: Sequence[str]) -> str:
     lines = [
         Line(name, name, tuple((time / 86_400, waf) for time, waf in comparison.series(name)))
         for name in names
     ]
-    scale, unit = _scale(max((line.points[-1][1] for line in lines), default=1.0))
+    most = max(line.points[-1][1] for line in lines)
+    if most <= 0:
+        return ""
+    scale, unit = scaled(most, "FLOP")
     return line_chart(lines, "days", f"accumulated WAF, {unit}", y_scale=scale)
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from perdure.core.policies.base import CAUSES
 from perdure.schema.cluster import Scenario
+from perdure.schema.errors import UsageError
 from perdure.sim.experiment import Comparison, Tick, compare
 from perdure.sim.studies import rates_of_table
 
@@ -36,12 +37,10 @@ def by_rate(scenario: Scenario, names: Sequence[str], seeds: int, tick: Tick | N
         cluster = rates_of_table(cluster) or cluster
     if cluster.trace is not None or cluster.mtbf_hours_per_node is None:
         return Curve("Failure rate", (), "The failures are those of a recorded trace, which has one rate.")
-    points = []
+    points: list[tuple[float, Comparison]] = []
     for factor in RATES:
         changed = msgspec.structs.replace(cluster, mtbf_hours_per_node=cluster.mtbf_hours_per_node / factor)
-        points.append(
-            (factor, compare(msgspec.structs.replace(scenario, cluster=changed), names, seeds, tick))
-        )
+        points += _point(factor, msgspec.structs.replace(scenario, cluster=changed), names, seeds, tick)
     return Curve("Failure rate", tuple(points))
 
 
@@ -52,7 +51,7 @@ def by_size(scenario: Scenario, names: Sequence[str], seeds: int, tick: Tick | N
         cluster = rates_of_table(cluster) or cluster
     if cluster.trace is not None:
         return Curve("Cluster size", (), "A recorded trace has as many nodes as it has.")
-    points = []
+    points: list[tuple[float, Comparison]] = []
     for factor in SIZES:
         nodes = round(cluster.nodes * factor)
         jobs = tuple(
@@ -68,8 +67,18 @@ def by_size(scenario: Scenario, names: Sequence[str], seeds: int, tick: Tick | N
             continue
         changed = msgspec.structs.replace(cluster, nodes=nodes, spares=round(cluster.spares * factor))
         bigger = msgspec.structs.replace(scenario, cluster=changed, job=jobs)
-        points.append((factor, compare(bigger, names, seeds, tick)))
+        points += _point(factor, bigger, names, seeds, tick)
     return Curve("Cluster size", tuple(points))
+
+
+def _point(
+    factor: float, scenario: Scenario, names: Sequence[str], seeds: int, tick: Tick | None
+) -> list[tuple[float, Comparison]]:
+    """The comparison at one multiple; none where that is more than is simulated."""
+    try:
+        return [(factor, compare(scenario, names, seeds, tick))]
+    except UsageError:
+        return []
 
 
 def lost_gpu_hours(comparison: Comparison, policy: str) -> float:
