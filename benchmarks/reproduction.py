@@ -51,7 +51,8 @@ def assumptions(page: Page) -> None:
         "Assumptions",
         """
 Every policy's assumptions with their values and plausible ranges, read off the settings; 'more is' says how
-the goodput moves when the value grows, which a test holds. No value was chosen because it hits a figure.
+the goodput moves when the value grows, which a test holds. How far each moves Unicron's figures stands there;
+Meta's and Oobleck's figures give their own values. No value was chosen because it hits a figure.
 """,
     )
     rows = []

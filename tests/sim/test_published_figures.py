@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from published.meta import RSC1, Trial  # noqa: E402
 from published.oobleck import shares  # noqa: E402
+from published.unicron import SPARES, crossing  # noqa: E402
 
 TRACES = ROOT.parent / "shared" / "traces"
 
@@ -41,6 +42,18 @@ def test_unicron_over_megatron_on_trace_b_grows_with_repairs_and_crosses_the_pub
     ratios = [ratio("unicron-b", 6, cluster__repair_hours=hours) for hours in (1, 12, 48)]
     assert ratios == sorted(ratios)
     assert ratios[0] < 1.9 < ratios[2]
+
+
+def test_spares_keep_trace_b_below_the_published_figure() -> None:
+    """The page says so beside its headline."""
+    spares = {key.replace(".", "__"): value for key, value in SPARES.items()}
+    assert ratio("unicron-b", 4, cluster__repair_hours=48, **spares) < 1.9
+
+
+def test_where_a_curve_crosses_is_said_in_words() -> None:
+    assert crossing((1, 3, 5), (1.0, 1.8, 2.0)) == "at repairs of 4 h"
+    assert crossing((1, 3), (1.9, 2.0)) == "below repairs of 1 h"
+    assert crossing((1, 3), (1.0, 1.8)) == "never up to 3 h"
 
 
 @pytest.mark.parametrize("gpus", [1024, 16_384])

@@ -280,8 +280,9 @@ def assumed(
 ) -> Meta:
     """Annotation of a settings field: what is assumed, its plausible range, its effect on the goodput.
 
-    A value outside the range is accepted if it is not negative, or `above` the given bound: the range is what
-    the reproduction page moves the assumption across, not what is possible.
+    A value outside the range is accepted if it is not negative, or `above` the given bound: the range is
+    plausible, not all that is possible. Tests move every assumption across it, and the reproduction page does
+    so for Unicron's figures.
     """
     extra = {"range": Range(low, high, more_is)}
     if above is not None:

@@ -6,9 +6,10 @@ tensor parallelism. With K cut-points, a global batch GB and G workers, for each
     mbs = the largest micro-batch that fits;  dp = G // pp;  Nm = ceil(ceil(GB / dp) / mbs)
     T   = (Nm + pp − 1)·(F + R + B) + fill of the pipeline by communication + all-reduce, not overlapped
 
-and the depth of least T is taken; G − pp·dp workers idle. The global batch stays what it was. (The public code
-has GB // dp there: where dp does not divide GB its step leaves samples out. Here all are computed, in as long
-as the pipelines with most of them take.) A checkpoint is kept per cut-point, so that any depth can load it.
+and the depth of least T is taken; G − pp·dp workers idle. The global batch stays what it was. (The public
+code has GB // dp there: where dp does not divide GB its step leaves samples out. Here all are computed, in as
+long as the pipelines with most of them take.) A checkpoint is kept per cut-point, so that any depth can load
+it.
 
 1. A notice of preemption: a checkpoint at the next boundary, then the restart without those that leave.
 2. A failure: survivors exit; restart from the newest complete checkpoint; all since then is lost.
