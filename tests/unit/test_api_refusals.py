@@ -254,3 +254,32 @@ def test_evaluations_that_do_not_add_up(job: perdure.Job) -> None:
             job.evaluate(lambda _: {next(names): 1.0}, other)
         with pytest.raises(UsageError, match="fn returned float; expected a dict of numbers"):
             job.evaluate(lambda _: 1.0, other)
+
+
+# ── scalers ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_scaler_can_be_stepped_by_a_worker_that_has_scaled_no_loss(job: perdure.Job) -> None:
+    """It computes no micro-batch when there are more workers than these, or when it has just joined."""
+    training = Training(job)
+    scaler = torch.amp.GradScaler("cpu")
+    job.protect(model=training.model, optimizer=training.optimizer, scaler=scaler)
+    state = scaler.state_dict()
+    for parameter in training.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    next(iter(job.steps(training.batches, until=1)))
+    scaler.unscale_(training.optimizer)
+    scaler.step(training.optimizer)
+    assert scaler.state_dict() == state
+
+
+def test_a_parameter_that_comes_after_the_loop_began(job: perdure.Job) -> None:
+    training = Training(job)
+
+    def body(step: Any, loss: torch.Tensor) -> None:
+        if step.index == 1:
+            training.model.register_parameter("late", nn.Parameter(torch.ones(())))
+        step.backward(loss)
+
+    with pytest.raises(ProtectError, match="have 5 parameters now, 4 when"):
+        training.loop(body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from job_rig import SHAPE, Rig, training
+from perdure.core.failures import ALL_LOST_LIMIT
 from perdure.schema import messages as msg
 from perdure.schema.ids import Generation
 from perdure.schema.plan import Record
@@ -222,6 +223,40 @@ def test_wrong_use_ends_the_run_at_once_with_its_own_code_and_says_it_once() -> 
     assert rig.ended is not None
     assert rig.ended.exit_code == 4
     assert rig.ended.message.count("it broke") == 1
+
+
+def test_wrong_use_is_one_line_with_its_place() -> None:
+    rig = training()
+    rig.crash(0, kind="perdure.schema.errors.UsageError", line=12, user=True)
+    assert rig.ended is not None
+    assert rig.ended.message == "train.py:12: it broke"
+
+
+def test_losing_everybody_again_and_again_without_progress_ends_the_run_however_they_end() -> None:
+    rig = training(workers=2)
+    for _ in range(ALL_LOST_LIMIT):
+        assert rig.ended is None
+        for worker in rig.members:
+            rig.exit(worker, code=9)
+        rig.started()
+        rig.serve()
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 1
+    assert "exited with code 9" in rig.ended.message
+    assert "every worker was lost; training goes on from the beginning" in rig.said
+
+
+def test_losing_everybody_with_progress_in_between_is_no_loop() -> None:
+    rig = training(workers=2)
+    for number in range(2 * ALL_LOST_LIMIT):
+        for hand in rig.hands.values():
+            hand.committed = number - 1
+        rig.commit(2)
+        for worker in rig.members:
+            rig.kill(worker)
+        rig.started()
+        rig.serve()
+    assert rig.ended is None
 
 
 def test_the_failure_budget_ends_the_run_with_3() -> None:

@@ -304,3 +304,19 @@ def test_what_a_dead_worker_says_changes_nothing() -> None:
     rig.say(0, msg.CheckpointWritten(7, "x", "/c/7.partial", 1, 0.1))
     assert len(rig.written) == written
     assert rig.publish == []
+
+
+def test_a_break_that_not_all_workers_take_ends_the_run_and_says_so() -> None:
+    rig = training(workers=2)
+    rig.say(0, msg.Finished(1, "d1", None, by_itself=True))
+
+    def other(phase: str) -> None:
+        rig.job.status(msg.Status((msg.Progress(1, 1001, phase, 2, 3, 0),)))
+        rig.wait(0.1)
+
+    other("commit")
+    assert rig.ended is None
+    other("compute")
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 4
+    assert "worker 0 left job.steps by `break` after step 1, 1 did not" in rig.ended.message

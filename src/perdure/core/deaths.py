@@ -168,6 +168,12 @@ class Deaths:
         decision = self._decide(worker, death, detected_by, detect_s, ready)
         if decision.action != "stop":
             return False
+        if worker.crash and worker.crash.kind.startswith("perdure."):
+            self._office.end(
+                decision.exit_code,
+                f"{death.where}: {decision.message.removeprefix(f'{worker.crash.kind}: ')}",
+            )
+            return True
         tail = exited.tail if exited else ""
         trace = (worker.crash.traceback if worker.crash else tail).rstrip()
         text = trace if trace.endswith(decision.message) else f"{trace}\n{decision.message}".lstrip()
@@ -205,6 +211,8 @@ class Deaths:
             action=decision.action,
             message=decision.message,
         )
+        if decision.action == "replace" and not self._plain.is_plain():
+            self._office.say(f"worker {worker.id}: {death.message}; another takes its place")
         if decision.exit_code == 3:
             event("given_up", message=decision.message)
 

@@ -4,6 +4,7 @@
   the user's error, and so is one that every worker raises in one step.
 - A death without an exception (signal, exit code) that repeats at start-up, before any worker reached its
   first step, is a crash loop.
+- Every worker lost, several times in a row without a further commit, is a crash loop however they ended.
 - Everything else is a fault: SEV2 (restart the process), within a budget.
 """
 
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 LOOP_LIMIT = 3
 """So many deaths in a row at start-up, with nothing reached in between, are a crash loop."""
 
+
+ALL_LOST_LIMIT = 5
+"""So many times in a row every worker was lost, no further step committed in between: a crash loop."""
 
 PAUSE_S = 0.05
 PAUSE_S_MAX = 10.0
@@ -60,6 +64,8 @@ class Failures:
         self._at_start = 0
         self._last_at_start: tuple[str, str] | None = None
         self._started_in_vain = 0
+        self._all_lost = 0
+        self._last: Death | None = None
 
     @property
     def pause_s(self) -> float:
@@ -69,11 +75,20 @@ class Failures:
     def progress(self) -> None:
         """A step was committed: earlier errors are over."""
         self._since_progress.clear()
-        self._at_start = 0
+        self._at_start = self._all_lost = 0
 
     def reached_first_step(self) -> None:
         """Some worker got through its start-up."""
         self._at_start = self._started_in_vain = 0
+
+    def all_lost(self, step: int) -> Decision:
+        """Every member is lost, whoever and however; `step` is the first that is not committed."""
+        self._all_lost += 1
+        if self._all_lost < ALL_LOST_LIMIT:
+            return Decision("SEV2", "replace")
+        how = f"; the last one {self._last.message}" if self._last else ""
+        text = f"every worker was lost {self._all_lost} times in a row in step {step} or before{how}"
+        return Decision("SEV1", "stop", 1, text)
 
     def judge(self, death: Death, reached_first_step: bool, in_training: bool = False) -> Decision:
         """Decide what a death means; counts it.
@@ -81,6 +96,7 @@ class Failures:
         With others `in_training` a start-up that fails again and again is no crash loop of the job.
         """
         self.count += 1
+        self._last = death
         if not reached_first_step and death.kind != "node":
             self._started_in_vain += 1
         if death.refused:

@@ -18,7 +18,7 @@ they meet in `office`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -388,12 +388,12 @@ class Job:
         office = self._office
         if self.phase in ("gathering", "training"):
             self._fill_vacancies(now)
-            if self.membership.current is None and self.membership.opening is None:
-                office.phase = "gathering"
-                self._gather(now)
-            else:
+            if self.membership.current is not None or self.membership.opening is not None:
                 office.phase = "training"
                 self._steer(now)
+            elif self.phase == "gathering" or self._stopping or not self._ended_as_all_are_lost():
+                office.phase = "gathering"
+                self._gather(now)
         if self.phase == "training":
             self._finish(now)
         if self.phase == "released" and not self.staff.workers:
@@ -401,6 +401,17 @@ class Job:
         if self._plain.signalled and self._plain.ended(now):
             office.end(128 + self._stopping, "")
         return office.take()
+
+    def _ended_as_all_are_lost(self) -> bool:
+        """No member is left: what follows; true if that is the end of the run."""
+        office = self._office
+        decision = self.failures.all_lost(self.records.last + 1)
+        if decision.action == "stop":
+            office.end(decision.exit_code, decision.message)
+            return True
+        newest = next(iter(self._saving.restorable), "")
+        office.say(f"every worker was lost; training goes on from {newest or 'the beginning'}")
+        return False
 
     def _fill_vacancies(self, now: float) -> None:
         if self._stopping or len(self.staff.nodes) < self.settings.min_nodes:
@@ -532,10 +543,25 @@ class Job:
         if not members or self.membership.opening is not None:
             return
         if any(workers[w].finished is None for w in members):
+            self._look_for_one_sided_break([workers[w] for w in members])
             return
         digests = {w: workers[w].last_digest for w in members}
         if not self._deaths.outvoted(digests, "after the last step", now):
             self._saving.finish(self._stopping)
+
+    def _look_for_one_sided_break(self, members: Sequence[Worker]) -> None:
+        """Whoever is at work on a step that another member's script will never begin waits for ever."""
+        for gone in members:
+            step = gone.finished
+            if step is None or not gone.broke_off:
+                continue
+            for other in members:
+                at = other.progress
+                if other.finished is None and at and at.step > step and at.phase in ("compute", "reduce"):
+                    text = f"worker {gone.id} left job.steps by `break` after step {step}, {other.id} did not"
+                    advice = "let all workers decide alike, by step.loss or what job.evaluate returned"
+                    self._office.end(4, f"{text}: {advice}")
+                    return
 
 
 def _difference(known: Shape, other: Shape) -> str:

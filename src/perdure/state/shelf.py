@@ -305,6 +305,12 @@ class Shelf:
             remove(path)
         return removed
 
+    def sweep(self) -> None:
+        """Remove what writers that are no more have left unfinished."""
+        for path in self._names():
+            if path.name.endswith(PARTIAL):
+                remove(path)
+
     def clear(self) -> None:
         """Remove every checkpoint, for a job that starts anew."""
         leftovers = [path for path in self._names() if path.name.endswith(PARTIAL)]

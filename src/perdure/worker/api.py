@@ -342,7 +342,7 @@ class Job:
             try:
                 meta = checkpoint.restore(runtime.training.state, Path(path))
             except RestoreError as error:
-                refused.append((path, str(error)))
+                refused.append((path, str(error).removeprefix(f"checkpoint {path}: ")))
                 continue
             runtime.training.restored()
             with runtime.lock:

@@ -171,6 +171,9 @@ def _end(context: Context, error: BaseException) -> NoReturn:
 
 
 def _print(error: BaseException) -> None:
+    if isinstance(error, UsageError):
+        print(f"{_where(error)}: {error}", file=sys.stderr)
+        return
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except BaseException as broken:

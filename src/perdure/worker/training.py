@@ -26,7 +26,9 @@ class Training:
     """
 
     def __init__(self, objects: Mapping[str, object], digest_every: int = 1, exact: bool = True) -> None:
+        _wake_scalers(objects)
         self.state = ProtectedState(objects)
+        self._parameters = self.state.parameters
         names, parameters = _parameters(objects)
         for name, parameter in zip(names, parameters, strict=True):
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -83,9 +85,15 @@ class Training:
         return self._digests[committed]
 
     def digest_now(self) -> str:
-        """The digest of the live state."""
+        """The digest of the live state. Raises ProtectError if it has other parameters than at first."""
         with self._walking:
-            return self.state.digest()
+            digest = self.state.digest()
+        if self.state.parameters != self._parameters:
+            raise ProtectError(
+                f"the protected objects have {self.state.parameters} parameters now, {self._parameters} when "
+                "job.steps began: gradients of new ones would not be summed; have all before job.protect"
+            )
+        return digest
 
     def donor(self, step: int) -> Donor:
         """Give the state after `step` away; called beside the main thread while that computes step+1."""
@@ -140,6 +148,13 @@ def _parameters(objects: Mapping[str, object]) -> tuple[list[str], list[torch.Te
             "job.protect: none of the protected objects has a parameter that requires a gradient"
         )
     return [name for name, _ in wanted], [parameter for _, parameter in wanted]
+
+
+def _wake_scalers(objects: Mapping[str, object]) -> None:
+    """A GradScaler makes its tensors at the first loss that it scales, which not every worker may have."""
+    for thing in objects.values():
+        if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled() and thing._scale is None:
+            thing._lazy_init_scale_growth_tracker(torch.device(thing._device))
 
 
 def _refuse_sparse(objects: Mapping[str, object]) -> None:

@@ -207,7 +207,8 @@ class Faults:
         if plan is None or member.committing or member.healing or member.committed < 0:
             return False
         others = [self.sim.workers[w] for w in plan.ranks if w != victim.id]
-        sound = [o for o in others if o.alive and not o.member.healing and not o.corrupt]
+        have = [o for o in others if o.member.committed >= member.committed and not o.member.healing]
+        sound = [o for o in have if o.alive and not o.corrupt]
         if len(sound) < 2 or self.sim.faults.fired_any("corrupt"):
             return False
         victim.corrupt = True

@@ -119,12 +119,12 @@ class Judge:
     # ── the coordinator ─────────────────────────────────────────────────────────────────────────────
 
     def stale(self, action: Stale) -> None:
-        """G3: nobody who holds the state is thrown away."""
+        """G3: nobody who holds the state is thrown away; who leaves may lag behind the others."""
         worker = self.sim.workers[action.worker]
         member = worker.member
         synced = member.plan is not None or member.committed >= 0
         holds = worker.alive and not member.healing and synced and not worker.healed_late
-        if holds and not worker.excluded:
+        if holds and not worker.excluded and not worker.leaving:
             self.wrong(f"G3: w{worker.id} is ended although it has step {member.committed}: {action.reason}")
 
     def event(self, name: str, fields: dict[str, Any]) -> None:
