@@ -131,6 +131,7 @@ class Judge:
         """A line of events.jsonl."""
         if name == "generation_opened":
             self._look_for_corruption()
+            self._exclude_the_unheard()
             reason = fields["reason"]
             if reason == "start":
                 self._start_over(fields["base"])
@@ -145,6 +146,14 @@ class Judge:
                 self.voided(worker)
         elif name == "digest_differs" and self.sim.schedule.seeded and "corrupt" not in str(fields):
             self.wrong(f"P18: {fields}")
+
+    def _exclude_the_unheard(self) -> None:
+        """A new coordinator opens without those whose agent did not come to it in time: they are lost."""
+        coordinator = self.sim.coordinator
+        known = coordinator.job.staff.workers if coordinator is not None else {}
+        for worker in self.sim.workers.values():
+            if worker.alive and worker.id not in known and self._before_the_restart(worker):
+                self.sim.exclude(worker.id)
 
     def _start_over(self, base: int) -> None:
         holders = [w for w in self.sim.workers.values() if self.counts(w) and w.member.plan is not None]
