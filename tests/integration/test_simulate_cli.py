@@ -337,6 +337,16 @@ BAD = [
         [],
         "job.heavy.gpus.now: 999 is above max = 16",
     ),
+    (
+        ("weight = 2", "weight = 2\nflop_per_sample = 1e-12"),
+        [],
+        "job.heavy: 7.32e-26 s a step at its fastest, expected at least 0.0001 s",
+    ),
+    (
+        ("[simulate]", MEGATRON.format("measured.heavy = [[1, 1e300]]")),
+        [],
+        "policy.megatron.measured.heavy: 1e+300 samples per second are a step of 1.28e-298 s",
+    ),
     (("days = 3", "days = 1e30"), [], "simulate.days: found 1e+30, expected float ≤ 3650"),
     (
         ("[simulate]", "[policy.megatron]\nsave_every_s = 1e-9\nwrite_s = 0\n[simulate]"),
@@ -385,7 +395,7 @@ def test_a_run_that_would_not_end_is_given_up(
     scenario: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue, "TIMERS_MAX", 10_000)
-    steps = "save_every_steps = 1\nsave_s = 0\nmeasured.heavy = [[1, 1e9]]\nmeasured.light = [[1, 1e9]]\n"
+    steps = "save_every_steps = 1\nsave_s = 0\nmeasured.heavy = [[1, 1e6]]\nmeasured.light = [[1, 1e6]]\n"
     scenario.write_text(SMALL + "[policy.varuna]\n" + steps)
     assert main(["simulate", str(scenario), "--policies", "varuna", "--seeds", "1"]) == 4
     error = capsys.readouterr().err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from perdure.core.curve import Curve
 from perdure.core.policies import POLICIES, make
 from perdure.core.policies.base import Policy
 from perdure.schema.cluster import Job, Scenario
@@ -18,6 +19,8 @@ CELLS_MAX = 5e9
 SAVES_MAX = 1e6
 """Checkpoints of all jobs in one run; so many take about half a minute."""
 SAVE_EVERY_MIN_S = 1e-3
+STEP_MIN_S = 1e-4
+"""A shorter step is a typing error; in years of such steps floating point cannot tell one from the next."""
 
 
 def check_policies(scenario: Scenario) -> dict[str, Policy]:
@@ -72,3 +75,23 @@ def check_saves(scenario: Scenario, policies: Mapping[str, Policy]) -> None:
                 f"policy.{name}.save_every_s: {every_s:g} s in {days:g} days of {jobs} job"
                 f"{'s' if jobs > 1 else ''}, expected at least {rarer:.3g} s or fewer days"
             )
+
+
+def check_steps(curves: Iterable[Curve], policies: Mapping[str, Policy]) -> None:
+    """The steps of a simulated job must not be absurdly short, by its own speed and by what was measured."""
+    for curve in curves:
+        shortest = curve.step_s(curve.nodes_max)
+        if shortest < STEP_MIN_S:
+            raise UsageError(
+                f"job.{curve.name}: {shortest:.3g} s a step at its fastest, expected at least {STEP_MIN_S:g} "
+                "s: check global_batch, flop_per_sample and the speeds"
+            )
+        batch = curve.job.model.global_batch if curve.job.model is not None else curve.job.global_batch
+        for name, policy in policies.items():
+            pairs = getattr(policy.settings, "measured", {}).get(curve.name, ())
+            rate = max((rate for _, rate in pairs), default=0.0)
+            if batch is not None and rate * STEP_MIN_S > batch:
+                raise UsageError(
+                    f"policy.{name}.measured.{curve.name}: {rate:g} samples per second are a step of "
+                    f"{batch / rate:.3g} s, expected at least {STEP_MIN_S:g} s"
+                )

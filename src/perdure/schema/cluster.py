@@ -27,7 +27,7 @@ from perdure.schema.measured import Measured, load_measured
 from perdure.schema.tables import Table, convert, override, read_toml
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
-Positive = Annotated[float, Meta(gt=0, le=1e30)]
+Positive = Annotated[float, Meta(ge=1e-12, le=1e30)]
 NonNegative = Annotated[float, Meta(ge=0, le=1e30)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(ge=1, le=1e6)]

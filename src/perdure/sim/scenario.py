@@ -13,7 +13,7 @@ from perdure.core.curve import job_curve
 from perdure.core.gpus import gpu_kind
 from perdure.core.policies.base import Policy
 from perdure.core.policies.work import workload
-from perdure.core.scenario_checks import check_policies, check_saves, check_size
+from perdure.core.scenario_checks import check_policies, check_saves, check_size, check_steps
 from perdure.schema.cluster import FailureProcess, Scenario
 from perdure.schema.errors import UsageError
 from perdure.sim.cluster import JobSpec, Result, Setup, simulate
@@ -71,6 +71,7 @@ def prepare(scenario: Scenario, names: tuple[str, ...]) -> Case:
     cluster = scenario.cluster
     kind = gpu_kind(scenario)
     curves = [job_curve(job, cluster, kind) for job in scenario.job]
+    check_steps(curves, policies)
     works = [workload(curve) for curve in curves]
     setup = Setup(
         nodes=cluster.nodes,
