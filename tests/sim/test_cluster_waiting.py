@@ -93,3 +93,20 @@ def test_a_cluster_that_fails_as_a_whole_starts_again(policy: str) -> None:
     result = run(policy, [plain_job(40)], 40, lost, 40_000.0)
     assert result.log[-2]["state"] in ("run", "recompute")
     assert result.goodput > 0.5
+
+
+def test_a_share_that_the_policy_cannot_use_grows_to_what_is_free() -> None:
+    """The plan gives both jobs one node of five; Bamboo needs two for a shadow, and three are free."""
+    works = [plain_job(1, name="first"), plain_job(4, name="second")]
+    setup = Setup(5, 0, 1, 1e9, 40_000.0, tuple(JobSpec(work) for work in works))
+
+    class Miserly(Planner):
+        def plan(
+            self, holding: dict[str, int], nodes: int, failed: frozenset[str] = frozenset()
+        ) -> dict[str, int]:
+            return dict.fromkeys(holding, 1)
+
+    planner = Miserly(works, [20.0, 20.0], 5, expected_running(1e-6))
+    result = simulate(setup, make("bamboo", {}), Trace(()), planner)
+    assert result.jobs["second"].steps > 1000
+    assert result.jobs["first"].note == "cannot be laid out on 1 nodes"  # it can use no more than one

@@ -467,27 +467,29 @@ class Cluster:
         for job in sorted(self._jobs, key=lambda job: (job.state != "wait", job.waiting_since)):
             if not job.active or job.state not in ("wait", "run", "recompute"):
                 continue
-            if job.nominal == 0:
-                self._first_nodes(now, job)
+            if not job.begun and self._first_nodes(now, job):
                 continue
             free = self._pool.some(job.nominal - len(job.held))
             if free or job.state == "wait":
                 self._decide(now, job, Offered(), free, ())
 
-    def _first_nodes(self, now: float, job: JobRun) -> None:
-        """A job without a share begins when its minimum is free; what it then gets is its share.
+    def _first_nodes(self, now: float, job: JobRun) -> bool:
+        """A job that has not run yet begins on what is free, which is then its share. False if it cannot.
 
-        Nodes that other jobs were given are theirs, also while they are being repaired, and spares replace
-        nodes: only planned ones that nobody was given can be had.
+        The first plan gave it nothing, or fewer nodes than the policy can lay it out on, or was made before
+        it came. Nodes that other jobs were given are theirs, also while they are being repaired, and spares
+        replace nodes: only planned ones that nobody was given can be had.
         """
-        planned = self._setup.nodes - sum(other.nominal for other in self._jobs if other.active)
-        share = min(len(self._pool.free), planned, job.work.curve.nodes_max)
-        if share < job.work.nodes_min:
-            return
+        given = sum(other.nominal for other in self._jobs if other.active and other is not job)
+        share = min(len(job.held) + len(self._pool.free), self._setup.nodes - given, job.work.curve.nodes_max)
+        if share <= job.nominal or share < job.work.nodes_min or share in job.unfit:
+            return False
+        more = self._pool.some(share - len(job.held))
+        if self._policy.begin(job.work, (*job.held, *more)) is None:
+            job.unfit.add(share)
+            return False
         job.nominal = share
-        self._decide(now, job, Offered(), self._pool.some(share), ())
-        if job.layout is None and not job.held:
-            job.nominal = 0  # it cannot be laid out on so many: perhaps on more
+        return self._decide(now, job, Offered(), more, ())
 
 
 def simulate(setup: Setup, policy: Policy, trace: Trace, planner: Planner, keep_log: bool = False) -> Result:

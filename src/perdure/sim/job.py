@@ -95,6 +95,8 @@ class JobRun:
         self.nominal = 0
         self.state = "wait"
         self.active = False
+        self.begun = False
+        self.unfit: set[int] = set()  # numbers of nodes that it cannot begin on
         self.reason = "was never submitted"
         self.waiting_since = 0.0
         self.layout: Layout | None = None
@@ -322,6 +324,7 @@ class JobRun:
     def _set_layout(self, layout: Layout | None) -> None:
         self.layout = layout
         if layout is not None:
+            self.begun = True
             self.saving = self.policy.saving(self.work, layout)
             self._schedule_save()
 
