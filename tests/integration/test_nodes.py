@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import stat
@@ -107,6 +108,12 @@ def test_a_job_grows_by_a_node_that_comes_later_and_again(nodes: Nodes) -> None:
     second = nodes.start("second", 2, nnodes="1:2", blocks=2)
     first.until(lambda: len(first.active()) == 3)
     goes_on(first)
+    assert "1 worker is training, this node brings 2 more" in second.printed
+    assert re.search(r"^perdure: node \S+ joins with 2 workers$", first.printed, re.MULTILINE)
+    options = ("--nnodes", "1:2", "--coordinator", f"127.0.0.1:{nodes.port}", "--secret", nodes.secret)
+    fresh = run(nodes.directory, SCRIPT, options=[*options, "--fresh"], name="fresh", code=4)
+    assert "--fresh: the job at" in fresh.printed
+    assert "is training already; leave --fresh out to join it" in fresh.printed
     second.end()
     first.until(lambda: len(first.active()) == 1)
     third = nodes.start("second", 1, nnodes="1:2", blocks=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,8 +54,19 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run"], "SCRIPT"),
+        (["run"], "required: SCRIPT; see perdure run --help"),
+        (["--no-such-option"], "required: COMMAND; see perdure --help"),
+        (["ps", "--no-such-option", "."], "ps: unknown --no-such-option; see perdure ps --help"),
         (["run", "no-such-script.py"], "no-such-script.py is not a file"),
+        (["run", "."], ". is a directory without a __main__.py"),
+        (["run", "-m", "no_such_module"], "there is no module no_such_module in"),
+        (["run", "-m", "json.no_such_module.x"], "there is no module json.no_such_module in"),
+        (["run", "-m", "json"], "there is no module json.__main__ in"),
+        (["run", "-m", "json.tool.x"], "there is no module json.tool.x in"),
+        (["run", "-m", "json..tool"], "there is no module 'json..tool' in"),
+        (["run", "--run-dir", "/proc/x", __file__], "directory /proc/x cannot be used: No such file"),
+        (["run", "--run-dir", "/proc", __file__], "directory /proc cannot be used: No such file"),
+        (["run", "--run-dir", __file__, __file__], "cannot be used: File exists"),
         (["run", "--nproc-per-node", "0", __file__], "--nproc-per-node '0'"),
         (["run", "--standby", "some", __file__], "--standby 'some'"),
         (["run", "--no-such-option", __file__], "--no-such-option"),
@@ -82,6 +94,7 @@ def test_wrong_usage_is_one_line_and_exit_4(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("perdure: ")
+    assert "perdure: perdure" not in err
     assert err.count("\n") == 1
     assert says in err
     assert not [path.name for path in tmp_path.iterdir() if path.name != "s"]
@@ -213,6 +226,51 @@ def test_ctrl_c_saves_the_state_and_the_run_goes_on_from_it(launcher: Launcher, 
     again.signal(signal.SIGTERM)
     again.until(lambda: "again to end at once" in again.printed)
     assert again.wait() == 143, again.story()
+
+
+def test_a_run_directory_belongs_to_one_run(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    run = launcher(MISBEHAVING, "endless", workers=1)
+    run.until(lambda: run.metrics())
+    for option in ("--fresh", "--log-samples"):
+        assert main(["run", "--run-dir", str(run.run_dir), option, str(MISBEHAVING), "endless", "x"]) == 4
+        said = capsys.readouterr().err
+        assert f"a run is going on in {run.run_dir} (launcher {run.process.pid}): end it first" in said
+        assert said.count("\n") == 1
+    before = len(run.steps())
+    run.until(lambda: len(run.steps()) > before)
+    assert run.steps() == list(range(len(run.steps())))
+
+
+def test_steps_without_a_checkpoint_are_told_of_and_faults_are_counted_by_run(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "exit 0", "--checkpoint-every", 0)
+    assert run.wait() == 0, run.story()
+    assert "perdure: 6 steps committed, 1 fault; see: perdure report" in run.printed
+    kept, said = run.metrics(), len(run.printed)
+    again = launcher(MISBEHAVING, "exit 0", "--checkpoint-every", 0)
+    assert again.wait() == 0, again.story()
+    new = again.printed[said:]
+    text = "metrics.jsonl has 6 steps of an earlier run, but there is no checkpoint: training begins anew;"
+    assert text in new
+    assert new.endswith("perdure: 6 steps committed\n")
+    assert again.metrics() == kept
+
+
+def test_a_damaged_checkpoint_is_named_whether_or_not_an_older_one_is_left(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "nothing", workers=1)
+    assert run.wait() == 0, run.story()
+    [good] = (run.run_dir / "checkpoints").iterdir()
+    bad = good.with_name("step-000000009")
+    shutil.copytree(good, bad)
+    (bad / "manifest.json").write_text("{")
+    again = launcher(MISBEHAVING, "nothing", workers=1)
+    assert again.wait() == 0, again.story()
+    assert f"perdure: checkpoint {bad} was not used: manifest.json is damaged: " in again.printed
+    assert f"perdure: going on from {good}: step 5 is the last committed one" in again.printed
+    (good / "rest.json").unlink()
+    last = launcher(MISBEHAVING, "nothing", workers=1)
+    assert last.wait() == 5, last.story()
+    assert f"perdure: checkpoint {good} was not used: rest.json is missing\n" in last.printed
+    assert "\nperdure: no checkpoint could be restored; see above, or start anew with --fresh" in last.printed
 
 
 def test_a_module_is_run_like_a_script(launcher: Launcher, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ class _Parser(argparse.ArgumentParser):
     """argparse with exit code 4 and one line for wrong usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
+        where = self.prog.removeprefix("perdure").lstrip()  # `main` puts the program's name before it
+        raise UsageError(f"{where}{': ' if where else ''}{message}; see {self.prog} --help")
 
 
 def _parser(names: Sequence[str]) -> _Parser:
@@ -46,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (DESIGN §7): errors are one line on stderr."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        parsed = _parser(args[:1]).parse_args(args)
+        parsed, unknown = _parser(args[:1]).parse_known_args(args)
+        if unknown:
+            command = parsed.command
+            raise UsageError(f"{command}: unknown {' '.join(unknown)}; see perdure {command} --help")
         module = importlib.import_module(COMMANDS[parsed.command][0])
         return int(module.run(parsed))
     except PerdureError as error:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from perdure.cli.run import ACCESS, Access
+from perdure.cli.access import ACCESS, Access, rows_of
 from perdure.schema.errors import UsageError, WireError
-from perdure.schema.messages import PsReply, PsRequest, PsRow
-from perdure.schema.wire import NONCE_BYTES, FrameReader, Handshake, Role, encode
-
-ANSWER_S = 5.0
+from perdure.schema.messages import PsRow
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +41,7 @@ def ask(run_dir: Path) -> tuple[PsRow, ...]:
         raise UsageError(f"ps: {run_dir} is not a directory; give the RUN_DIR of a `perdure run`")
     try:
         access = msgspec.json.decode((run_dir / ACCESS).read_bytes(), type=Access)
-        with socket.create_connection((access.host, access.port), ANSWER_S) as sock:
-            return _rows(sock, bytes.fromhex(access.secret))
+        return rows_of(access.host, access.port, bytes.fromhex(access.secret))
     except FileNotFoundError:
         raise UsageError(
             f"ps: no run is going on in {run_dir}; start it with `perdure run --run-dir {run_dir} …`"
@@ -56,22 +50,3 @@ def ask(run_dir: Path) -> tuple[PsRow, ...]:
         raise UsageError(
             f"ps: the run in {run_dir} does not answer ({error}); is its launcher still there?"
         ) from error
-
-
-def _rows(sock: socket.socket, secret: bytes) -> tuple[PsRow, ...]:
-    handshake = Handshake(secret, Role.OBSERVER, os.urandom(NONCE_BYTES), {Role.COORDINATOR}, initiator=True)
-    sock.sendall(handshake.opening())
-    while not handshake.done:
-        data = sock.recv(65536)
-        if not data:
-            raise WireError("it closed the connection")
-        sock.sendall(handshake.feed(data))
-    sock.sendall(encode(PsRequest()))
-    reader: FrameReader[PsReply] = FrameReader(PsReply)
-    replies = reader.feed(handshake.rest)
-    while not replies:
-        data = sock.recv(65536)
-        if not data:
-            raise WireError("it closed the connection")
-        replies = reader.feed(data)
-    return replies[0].rows

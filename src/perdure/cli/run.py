@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -20,25 +20,16 @@ import msgspec
 from perdure.agent.agent import Agent, AgentConfig
 from perdure.agent.link import Target
 from perdure.agent.secret import new_secret, read_or_make_secret
+from perdure.cli.access import ACCESS, Access, rows_of
+from perdure.cli.script import check_script
 from perdure.cli.terminal import Terminal, shown
+from perdure.coordinator import rundir
 from perdure.coordinator.rundir import RunDir
 from perdure.coordinator.server import Ports, Server, address
 from perdure.core.job import Job, Settings
 from perdure.report import write_report
-from perdure.schema.errors import UsageError
+from perdure.schema.errors import UsageError, WireError
 from perdure.state import shelf
-
-ACCESS = "coordinator.json"
-
-
-class Access(msgspec.Struct, frozen=True):
-    """How `perdure ps` reaches a running coordinator; the file is readable by its owner alone."""
-
-    host: str
-    port: int
-    secret: str
-    pid: int
-
 
 EXAMPLES = """\
 examples:
@@ -58,7 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-m", dest="module", action="store_true", help="run a module instead of a script")
     add("script", metavar="SCRIPT", help="the training script (with -m: the module)")
-    add("args", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    rest = add("args", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    rest.required = False  # argparse would list it among what is missing
     add = parser.add_argument_group("workers").add_argument
     count = _count("--nproc-per-node", 1)
     add("--nproc-per-node", type=count, default=1, metavar="N", help="workers on this node (default: 1)")
@@ -89,8 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job to its end; returns the exit code of DESIGN §7. Raises UsageError."""
-    if not args.module and not Path(args.script).is_file():
-        raise UsageError(f"run: {args.script} is not a file; give the training script, or -m MODULE")
+    check_script(args.script, args.module)
     if args.coordinator and not args.secret:
         raise UsageError("run: --coordinator needs --secret FILE, the same on all nodes")
     least, most = _nnodes(args.nnodes)
@@ -116,29 +107,54 @@ class Launch:
     min_nodes: int
     max_nodes: int
     terminal: Terminal
+    began_s: float = field(default_factory=time.time)
 
     async def run(self) -> int:
         """Coordinator (if ours), agent, report."""
         args = self.args
         secret = read_or_make_secret(args.secret) if args.secret else new_secret()
         host, port = address(args.coordinator) if args.coordinator else ("127.0.0.1", 0)
+        rundir.make(self.run_dir)
         node = node_name(os.getpid())
         bound = _try_bind(host, port)
         if bound is not None:
-            return await self._serve(bound, secret, node)
-        self.terminal.say(f"joining the job at {host}:{port}")
+            with bound, rundir.lock(self.run_dir):
+                return await self._serve(bound, secret, node)
+        self.terminal.say(self._joining(host, port, secret))
         return await self._agent(node, host, port, secret)
+
+    def _joining(self, host: str, port: int, secret: bytes) -> str:
+        """What this launcher is about to do. Raises UsageError for --fresh if the job is training already."""
+        what = f"joining the job at {host}:{port}"
+        try:
+            rows = rows_of(host, port, secret)
+        except (OSError, WireError):
+            return what  # the agent tries on, and says what is wrong
+        training = sum(row.state == "active" for row in rows)
+        if not training:
+            return what
+        if self.args.fresh:
+            raise UsageError(
+                f"run: --fresh: the job at {host}:{port} is training already; leave --fresh out to join it, "
+                "or end it first"
+            )
+        busy = f"{training} worker{' is' if training == 1 else 's are'} training"
+        return f"{what}: {busy}, this node brings {self.args.nproc_per_node} more"
 
     async def _serve(self, bound: socket.socket, secret: bytes, node: str) -> int:
         args = self.args
         store = shelf.Shelf(self.run_dir / "checkpoints")
-        if args.fresh:
-            _forget(self.run_dir, store)
-        store.prune()  # what an earlier run's writers left unfinished
-        files = RunDir(self.run_dir, self.run_dir.name)
-        script = (*(("-m",) if args.module else ()), args.script, *args.args)
+        try:
+            if args.fresh:
+                _forget(self.run_dir, store)
+            store.sweep()
+            files = RunDir(self.run_dir, self.run_dir.name)
+        except OSError as error:
+            raise rundir.unusable(self.run_dir, error) from error
+        script = self._script()
         resumed = files.job.incarnation > 0
         kept = files.begin(script)
+        checkpoints = tuple(str(path) for path in store.newest_first())
         settings = Settings(
             job=self.run_dir.name,
             incarnation=kept.incarnation,
@@ -154,7 +170,7 @@ class Launch:
             given_up=kept.given_up,
             last_step=files.last_step,
             digests=files.digests,
-            checkpoints=tuple(str(path) for path in store.newest_first()),
+            checkpoints=checkpoints,
             checkpoint_dir=str(store.directory),
         )
         job = Job(settings)
@@ -164,6 +180,8 @@ class Launch:
         self._write_access(host, port, secret)
         files.event("run_started", {"incarnation": kept.incarnation, "resumed": resumed, "script": script})
         self.terminal.say(f"run directory {shown(self.run_dir)}")
+        if files.digests and not checkpoints:
+            self.terminal.say(self._anew(len(files.digests)))
         try:
             return await self._agent(node, host, port, secret)
         finally:
@@ -173,6 +191,19 @@ class Launch:
                 (self.run_dir / ACCESS).unlink()
             self._report()
 
+    def _script(self) -> tuple[str, ...]:
+        args = self.args
+        return (*(("-m",) if args.module else ()), args.script, *args.args)
+
+    def _anew(self, steps: int) -> str:
+        """What is said of a run directory that has steps and no state to go on from."""
+        alone = self.max_nodes == 1
+        return (
+            f"{rundir.METRICS} has {steps} step{'s' * (steps != 1)} of an earlier run, but there is no "
+            f"checkpoint: training begins anew{'' if alone else ' unless another node has the state'}; steps "
+            "that come again keep the lines they have; --fresh clears them"
+        )
+
     async def _agent(self, node: str, host: str, port: int, secret: bytes) -> int:
         args = self.args
         config = AgentConfig(
@@ -180,7 +211,7 @@ class Launch:
             host=_reachable(host),
             target=Target(host=host, port=port, secret=secret),
             run_dir=self.run_dir,
-            script=(*(("-m",) if args.module else ()), args.script, *args.args),
+            script=self._script(),
             workers=args.nproc_per_node,
             standby=args.standby,
         )
@@ -190,8 +221,12 @@ class Launch:
             loop.add_signal_handler(signum, agent.ask, signum)
         ended = await agent.run()
         if ended.message:
-            for line in ended.message.splitlines():
-                self.terminal.show(line, True)
+            lines = ended.message.splitlines()
+            own = (
+                "" if len(lines) > 1 or lines[0].startswith("perdure: ") else "perdure: "
+            )  # else a traceback
+            for line in lines:
+                self.terminal.show(own + line, True)
         return ended.exit_code
 
     def _write_access(self, host: str, port: int, secret: bytes) -> None:
@@ -207,8 +242,8 @@ class Launch:
         said = []
         if report.committed_steps:
             said.append(f"{report.committed_steps} steps committed")
-        if report.faults:
-            count = len(report.faults)
+        count = sum(fault.time >= self.began_s for fault in report.fault_times)
+        if count:  # of this run; the report has those of earlier runs in this directory too
             said.append(f"{count} fault{'s' * (count != 1)}; see: perdure report {shown(self.run_dir)}")
         if said:
             self.terminal.say(", ".join(said))

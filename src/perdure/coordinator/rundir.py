@@ -7,7 +7,10 @@ off too, as they will come again.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +20,10 @@ import msgspec
 from perdure.schema.errors import UsageError
 from perdure.schema.plan import Record
 
-JOB, METRICS, SAMPLES, EVENTS = "job.json", "metrics.jsonl", "samples.jsonl", "events.jsonl"
+JOB, METRICS, SAMPLES, EVENTS, LOCK = "job.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", ".lock"
 COMMITTED_EVERY_S = 1.0
+LOCK_S = 2.0
+"""A launcher that was killed a moment ago may hold its lock for so long."""
 
 
 class JobFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,6 +34,60 @@ class JobFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     next_worker: int = 0
     given_up: tuple[int, ...] = ()
     script: tuple[str, ...] = ()
+
+
+def make(path: Path) -> None:
+    """Make a run directory if it is absent. Raises UsageError if nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise unusable(path, OSError(error.errno, error.strerror)) from error
+
+
+def unusable(path: Path, error: OSError) -> UsageError:
+    """The error of a run directory in which something cannot be read or written."""
+    where = f" ({error.filename})" if error.filename not in (None, str(path)) else ""
+    return UsageError(
+        f"run: the run directory {path} cannot be used: {error.strerror}{where}; "
+        "give --run-dir a directory that can be written, or a place where one can be made"
+    )
+
+
+def lock(path: Path) -> BinaryIO:
+    """Take a run directory for this process, until the file is closed or the process ends.
+
+    Raises UsageError if another process has it: two runs would write over one another.
+    """
+    try:
+        file = open(path / LOCK, "a+b")  # noqa: SIM115 (until the run's end)
+    except OSError as error:
+        raise unusable(path, error) from error
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(LOCK_S / 20)
+                continue
+            file.seek(0)
+            holder = file.read(20).decode(errors="replace")
+            file.close()
+            raise UsageError(
+                f"run: a run is going on in {path} (launcher {holder}): end it first, or give another "
+                "--run-dir; `perdure ps` shows its workers"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            break  # a file system without locks
+    file.truncate(0)
+    file.write(str(os.getpid()).encode())
+    file.flush()
+    return file
 
 
 class RunDir:

@@ -185,7 +185,10 @@ class Server:
         job = self.job
         match message:
             case msg.AgentHello():
+                grows = job.membership.begun and node not in job.staff.nodes
                 self._act(lambda now: job.agent_joined(message, now))
+                if grows and node in job.staff.nodes:
+                    self._ports.say(f"node {node} joins with {message.workers} workers")
             case msg.WorkerStarted(worker, pid):
                 self._act(lambda now: job.worker_started(worker, pid, now))
             case msg.WorkerEnding():
