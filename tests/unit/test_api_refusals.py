@@ -168,6 +168,7 @@ def used_and_skipped(step: Any, loss: torch.Tensor) -> None:
         (lambda step, loss: step.log(loss=1), "perdure writes loss itself; use another name"),
         (lambda step, loss: step.log(x=[1]), "expected a number, string, bool or None, got list"),
         (lambda step, loss: next(iter(step)), "is iterated twice"),
+        (lambda step, loss: step.log(x=step.loss), "known after the loop over step 0: read it there"),
     ],
 )  # fmt: skip
 def test_what_a_step_refuses(body: Callable[[Any, torch.Tensor], None], text: str, job: perdure.Job) -> None:
@@ -249,6 +250,11 @@ def test_evaluations_that_do_not_add_up(job: perdure.Job) -> None:
     for step in job.steps(training.batches, until=1):
         for x, _, _ in step:
             step.backward(training.model(x).mean())
+        assert step.loss == step.loss  # known now, and a number
+        with pytest.raises(UsageError, match="make another MicroBatches for the evaluation"):
+            job.evaluate(lambda _: {"a": 1.0}, training.batches)
+        with pytest.raises(UsageError, match=r"expected a perdure\.MicroBatches, got list"):
+            job.evaluate(lambda _: {"a": 1.0}, [])  # type: ignore[arg-type]
         other = perdure.MicroBatches(Numbers(8), 4, 2)
         with pytest.raises(UsageError, match="return the same names for all"):
             job.evaluate(lambda _: {next(names): 1.0}, other)

@@ -135,7 +135,7 @@ def test_what_the_script_named_stays() -> None:
 def test_binding_twice_must_agree() -> None:
     batches = bound(100, 1, 8)
     batches.bind(seed=5, default_blocks=1)
-    with pytest.raises(ProtectError, match="make a second MicroBatches"):
+    with pytest.raises(ProtectError, match="make another MicroBatches for this use"):
         batches.bind(seed=5, default_blocks=2)
 
 

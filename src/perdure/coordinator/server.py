@@ -230,7 +230,7 @@ class Server:
         except Exception as error:
             self._defective = True
             trace = "".join(traceback.format_exception(error)).rstrip()
-            self._end(core.End(1, f"{trace}\nthe coordinator of this run failed; it can be resumed"))
+            self._end(core.End(1, f"{trace}\nperdure: the coordinator of this run failed; it can be resumed"))
 
     def _carry_out(self, actions: Sequence[core.Action]) -> None:
         for action in actions:

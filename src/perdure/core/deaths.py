@@ -176,7 +176,7 @@ class Deaths:
             return True
         tail = exited.tail if exited else ""
         trace = (worker.crash.traceback if worker.crash else tail).rstrip()
-        text = trace if trace.endswith(decision.message) else f"{trace}\n{decision.message}".lstrip()
+        text = trace if trace.endswith(decision.message) else f"{trace}\nperdure: {decision.message}".lstrip()
         self._office.end(decision.exit_code, text)
         return True
 

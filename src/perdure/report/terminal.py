@@ -35,7 +35,8 @@ def outcome(report: Report) -> str:
 def _summary(report: Report) -> Table:
     table = Table.grid(padding=(0, 2))
     step = "–" if report.step_s_median is None else duration(report.step_s_median)
-    goodput = "–" if report.goodput is None else f"{report.goodput:.1%}"
+    meaning = "of the workers' lifetime, from process start to end, went into committed steps"
+    goodput = "–" if report.goodput is None else f"{report.goodput:.1%} {meaning}"
     recomputed = sum(fault.recomputed_micro_batches for fault in report.faults)
     table.add_row("run", outcome(report))
     table.add_row("committed steps", str(report.committed_steps))

@@ -95,6 +95,7 @@ class Job:
         self._patient: Patient | None = None
         self._desk: Desk | None = None
         self._until = 0
+        self._batches: MicroBatches | None = None
         self._evaluating = ""
         self._welcome = msg.Welcome(job="alone", blocks=1)
         self._alone: Alone | None = None
@@ -159,6 +160,7 @@ class Job:
             raise UsageError(f"job.steps: until={until!r}; expected a number of steps ≥ 0")
         self._started = True
         self._until = until
+        self._batches = batches
         return self._steps(batches)
 
     def evaluate(self, fn: Callable[[Any], Any], batches: MicroBatches) -> dict[str, float]:
@@ -175,6 +177,13 @@ class Job:
             UsageError: it is called elsewhere, or `fn` returned something else.
         """
         runtime, step = self._in_commit("job.evaluate")
+        if not isinstance(batches, MicroBatches):
+            raise UsageError(f"job.evaluate: expected a perdure.MicroBatches, got {type(batches).__name__}")
+        if batches is self._batches:
+            raise UsageError(
+                "job.evaluate: these MicroBatches are the ones of job.steps; make another MicroBatches for "
+                "the evaluation, of the same data set if that is meant"
+            )
         batches.bind(self.seed, 1)
         loader = self._loaders.setdefault(id(batches), Loader(batches, "evaluation"))
         items = [(s, m) for s in range(batches.steps_per_epoch) for m in batches.micro_batches(s)]

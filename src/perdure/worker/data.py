@@ -124,10 +124,10 @@ class MicroBatches:
         blocks = default_blocks if own_blocks is None else own_blocks
         _check_blocks(self.per_step, blocks, "the number of workers at the first start")
         bound = (seed if own_seed is None else own_seed, blocks)
-        if self._bound not in (None, bound):
+        if self._bound is not None and self._bound != bound:
             raise ProtectError(
-                f"MicroBatches: in use with (seed, blocks) = {self._bound}, asked for with {bound}: "
-                "make a second MicroBatches for the other use"
+                f"MicroBatches: in use with seed={self._bound[0]} and blocks={self._bound[1]}, now asked for "
+                f"with seed={bound[0]} and blocks={bound[1]}: make another MicroBatches for this use"
             )
         self._bound = bound
 

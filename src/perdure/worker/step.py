@@ -24,14 +24,13 @@ class Step:
         index: the step, from 0.
         micro_batch: the number of the micro-batch in hand within the step.
         sample_ids: the data set indices of the micro-batch in hand.
-        loss: after the loop the weighted mean over the global batch, the same on all workers.
     """
 
     def __init__(self, runtime: Runtime, loader: Loader, batches: MicroBatches, seed: int) -> None:
         self.index = runtime.member.committed + 1
         self.micro_batch = -1
         self.sample_ids: list[int] = []
-        self.loss = math.nan
+        self._loss: float | None = None
         self.logged: dict[str, Scalar] = {}
         self.entered = False
         self.complete = False
@@ -60,8 +59,21 @@ class Step:
             self.complete = True
         finally:
             hooks.watched = False
-        self.loss = self._runtime.training.loss
+        self._loss = self._runtime.training.loss
         seed_commit(self._seed, self.index)
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean of the loss over the global batch, the same on all workers.
+
+        Raises UsageError before the loop over this step has ended: until then nobody knows it.
+        """
+        if self._loss is None:
+            raise UsageError(
+                f"step.loss is known after the loop over step {self.index}: read it there; inside the loop "
+                "use the loss that you give to step.backward"
+            )
+        return self._loss
 
     def _begin(self, micro_batch: int) -> Any:
         self.micro_batch = micro_batch
