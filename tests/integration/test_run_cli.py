@@ -183,6 +183,7 @@ def test_the_same_error_again_is_the_scripts_and_ends_the_run_with_its_traceback
     assert run.steps() in ([0, 1], [0, 1, 2])  # step 2 is published once step 3 has shown that all have it
     last = run.printed.rstrip().splitlines()[-3:]
     assert any("ValueError: no such luck" in line for line in last), run.printed
+    assert re.search(r"^perdure: ValueError.* at \S+:30 again .*: an error of the script$", run.printed, re.M)
     assert "misbehaving.py:" in run.printed
     assert len(run.events("fault_detected")) <= 2 + 1  # at most every worker's first error and one more
 
@@ -190,7 +191,7 @@ def test_the_same_error_again_is_the_scripts_and_ends_the_run_with_its_traceback
 def test_more_failures_than_allowed_end_the_run_with_3(launcher: Launcher) -> None:
     run = launcher(MISBEHAVING, "give up", "--max-failures", 2)
     assert run.wait() == 3, run.story()
-    assert "3 failures, more than --max-failures 2" in run.printed
+    assert "\nperdure: 3 failures, more than --max-failures 2" in run.printed
     assert len(run.events("given_up")) == 1
     assert len(run.events("fault_detected", kind="exit", exit_code=7)) == 3
 
