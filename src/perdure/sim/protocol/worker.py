@@ -375,7 +375,8 @@ class SimWorker:
         step, digest = self.sim.durable.checkpoints[order.paths[0]]
         self._restore = None
         self.state = State([digest] * symbols.CHUNKS)
-        self.member = self.sim.rig.member(self.id, self.sim.shape, step, digest)
+        before, self.member = self.member, self.sim.rig.member(self.id, self.sim.shape, step, digest)
+        self.member.sealed, self.member.formed = before.sealed, before.formed  # it may come twice
         self.hook("restored")
         self.tell(msg.Restored(step, digest, order.paths[0]))
 
