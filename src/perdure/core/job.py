@@ -312,12 +312,14 @@ class Job:
         self._office.kill(worker.id)
 
     def _on_leaving(self, worker: Worker, message: msg.Leaving, now: float) -> None:
-        if worker.leaving or self.phase not in ("gathering", "training"):
+        if worker.leaving or self.phase == "over":
             return
-        worker.leaving = True
         event, text = self._office.event, "asked to leave (SIGTERM)"
         event("fault_detected", worker=worker.id, kind="leave", detected_by="peer", message=text)
         event("fault_decided", worker=worker.id, severity="SEV2", action="leave")
+        if self.phase not in ("gathering", "training"):
+            return  # it has done its part, and ends with the others
+        worker.leaving = True
         if not self.membership.leaving(worker.id) and self._rejoin_until is None:
             self._office.let_go(worker.id)
 
