@@ -40,7 +40,7 @@ def steps(axis: Axes, results: dict[str, Any]) -> None:
         median(axis, figure, row)
     axis.axvline(1.0, color="black", linewidth=0.8)
     rows(axis, [figure["name"].split(", ")[-1] for figure in figures])
-    axis.set_xlabel("step time, perdure / DDP: each pair of segments, their median and its interval")
+    axis.set_xlabel("step time, perdure / DDP: pairs, median, interval")
     axis.set_title("Fault-free step", loc="left")
 
 
