@@ -250,9 +250,12 @@ def test_csv_and_metrics_are_read() -> None:
     ("text", "message"),
     [
         ("", "found the columns none, expected gpus and one of"),
-        ("gpus,speed\n1,2\n", "found the columns gpus, speed, expected gpus and one of"),
+        ("gpus,speed\n1,2\n", "found the columns 'gpus, speed', expected gpus and one of"),
         ("gpus,step_s\n", "no measurement, expected at least one"),
-        ("gpus,step_s\n8,-1\n", r"line 2: '8,-1', expected a new gpus ≥ 1 and step_s > 0"),
+        (
+            "gpus,step_s\n8,-1\n",
+            r"line 2: '8,-1', expected a new gpus from 1 to 1e\+09 and step_s from 1e-09 to 1e\+30",
+        ),
         ("gpus,step_s\n8,1\n8,2\n", r"line 3: '8,2', expected a new gpus"),
         ("gpus,step_s\n8,inf\n", "line 2"),
         ("gpus,step_s\neight\n", "line 2"),
