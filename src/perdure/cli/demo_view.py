@@ -127,8 +127,10 @@ class Narrator:
             return
         worker, late = event["worker"], self._late(event["wall_s"])
         match event["event"]:
-            case "fault_detected" if worker == self._struck.worker:
+            case "worker_ending" if worker == self._struck.worker:
                 self._view.line(f"  known after {late}")
+            case "fault_detected" if worker == self._struck.worker:
+                self._view.line(f"  its process is gone after {late}")
             case "generation_opened" if self._struck.worker in event["lost"]:
                 self._answer = event["generation"]
                 self._opened(event, late)
