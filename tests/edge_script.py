@@ -97,7 +97,7 @@ def train(args: argparse.Namespace) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     for step in job.steps(batches, until=args.steps):
         for batch in step:
-            time.sleep(args.pace_ms / 1000)
+            time.sleep(args.pace_ms / 1000)  # stands for computing: a replacement needs steps to join in
             shares.write(step.index, step.micro_batch, ",".join(map(str, step.sample_ids)))
             loss, weight = parts.loss(batch)
             if args.kill == f"{step.index}:{step.micro_batch}":

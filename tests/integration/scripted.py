@@ -55,7 +55,7 @@ class ScriptedCoordinator:
         if self._writer is not None:
             self._writer.transport.abort()
             self._writer = None
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # no wait: the transport's own callback closes the socket
 
     def say(self, message: CoordinatorToAgent) -> None:
         assert self._writer is not None
@@ -189,7 +189,7 @@ class Stage:
         """Wait until `condition` holds: for what sends no message, such as a process that is gone."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.005)  # other processes' ends give this one no event
 
 
 def living(pids: list[int]) -> list[int]:

@@ -38,7 +38,7 @@ from perdure.schema.plan import Position, Shape
 from perdure.schema.wire import body
 from scripted import DEADLINE_S, ScriptedCoordinator, Stage, living
 
-SLEEP = "import time\nprint('up', flush=True)\ntime.sleep(60)\n"
+SLEEP = "import signal\nprint('up', flush=True)\nsignal.pause()\n"
 JOIN = """
 from perdure.schema.messages import Joined, Ready
 from perdure.schema.plan import Position, Shape
@@ -126,7 +126,7 @@ def test_a_kill_is_told_within_50_ms(loop: Loop, stage: Stage) -> None:
 
 
 HOLD = """
-import time
+import signal
 from perdure.schema.messages import Crashed, Joined
 from perdure.worker import boot
 from perdure.worker.link import Link
@@ -134,7 +134,7 @@ link = Link(boot.CONTEXT, print)
 link.send(Joined(link.start()))
 memory = bytearray(b"1") * (256 << 20)
 link.send(Crashed("Last", "here", "", 1))
-time.sleep(60)
+signal.pause()
 """
 
 
@@ -199,7 +199,7 @@ sys.stderr.write("the last line")
 
 def test_what_a_worker_started_ends_with_it_and_is_reaped(loop: Loop, stage: Stage) -> None:
     source = """
-        import multiprocessing, os, subprocess, time
+        import multiprocessing, os, signal, subprocess, time
         loader = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         loader.start()
         own_group = subprocess.Popen(["sleep", "60"], process_group=0)
@@ -211,7 +211,7 @@ def test_what_a_worker_started_ends_with_it_and_is_reaped(loop: Loop, stage: Sta
             os._exit(0)
         os.waitpid(between, 0)
         print("pids", os.getpid(), loader.pid, own_group.pid, ended.pid, flush=True)
-        time.sleep(60)
+        signal.pause()
     """
 
     async def kill_and_look() -> float:
@@ -246,10 +246,9 @@ def test_a_daemon_that_holds_the_pipe_does_not_delay_the_exit(loop: Loop, stage:
 
 def test_output_is_shown_line_by_line_with_the_workers_name(loop: Loop, stage: Stage) -> None:
     source = """
-        import os, sys, time
+        import os, sys
         for part in ("one ", "line\\ntwo", " lines\\n", "bar 1\\rbar 2\\rbar 3\\n", "rest"):
             os.write(1, part.encode())
-            time.sleep(0.01)
         print("problem", file=sys.stderr)
         print(sys.argv[1:], os.environ["RANK"])
     """
@@ -303,13 +302,13 @@ def test_the_coordinators_messages_reach_the_worker(loop: Loop, stage: Stage) ->
 )
 def test_a_worker_that_breaks_the_wire_is_killed(loop: Loop, stage: Stage, data: str) -> None:
     source = f"""
-        import time
+        import signal
         from perdure.schema.ids import Generation
         from perdure.schema.messages import Seal
         from perdure.schema.wire import encode, frame
         from perdure.worker import boot
         boot.CONTEXT.control.sendall({data})
-        time.sleep(60)
+        signal.pause()
     """
     worker, exited = loop.do(stage.run(source))
     assert exited.signal == signal.SIGKILL

@@ -1,4 +1,7 @@
-"""Real sockets, threads, processes and signals: what the mesh promises when peers are late, stuck or dead."""
+"""Real sockets, threads, processes and signals: what the mesh promises when peers are late, stuck or dead.
+
+One file of more than 600 lines: every test uses the same meshes, peers and recorder, made here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The protected state: the digest sees every bit, and restoring gives every bit back."""
+"""The protected state: the digest sees every bit, and restoring gives every bit back.
+
+One file of more than 600 lines: a kind of protected object is a few lines, and all go through the same rig.
+"""
 
 from __future__ import annotations
 
