@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from tasks import Numbers, Parts, Task, Weighted
+from tasks import Numbers, Parts, Task, Weighted, stepping
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,7 @@ def _several_losses(seed: int, uneven: bool) -> Parts:
             return Losses((first,)), 1
         return Losses((first, F.l1_loss(model(x)[:, 1:], y))), 2
 
-    def commit() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, commit)
+    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, stepping(optimizer))
 
 
 def _compiled(seed: int) -> Parts:
@@ -106,11 +102,7 @@ def _compiled(seed: int) -> Parts:
         x, y, _ = batch
         return F.mse_loss(compiled(x), y), 1
 
-    def commit() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Parts({"model": compiled, "optimizer": optimizer}, Numbers(), loss, commit)
+    return Parts({"model": compiled, "optimizer": optimizer}, Numbers(), loss, stepping(optimizer))
 
 
 def _averaged(seed: int) -> Parts:
@@ -159,11 +151,7 @@ def _flaky(seed: int) -> Parts:
         x, y, _ = batch
         return F.mse_loss(model(x), y), 1
 
-    def commit() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Parts({"model": model, "optimizer": optimizer}, Flaky(), loss, commit)
+    return Parts({"model": model, "optimizer": optimizer}, Flaky(), loss, stepping(optimizer))
 
 
 WIDE = 1024 * 1024 + 12 * 1024 + 2 * 1024 + 1024 + 1
@@ -181,11 +169,7 @@ def _wide(seed: int) -> Parts:
         x, y, _ = batch
         return F.mse_loss(model(x), y), 1
 
-    def commit() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, commit)
+    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, stepping(optimizer))
 
 
 TASKS = {

@@ -65,6 +65,16 @@ class Numbers(torch.utils.data.Dataset[Any]):
         return x, self.y[index], index
 
 
+def stepping(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """The plainest commit: one step of the optimizer."""
+
+    def commit() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return commit
+
+
 def _mlp(seed: int) -> Parts:
     """Dropout, random transforms, gradient noise drawn in the commit; SGD with momentum and StepLR."""
     torch.manual_seed(seed)
@@ -117,11 +127,7 @@ def _batchnorm(seed: int) -> Parts:
         x, y, _ = batch
         return F.mse_loss(model(x), y), 1
 
-    def commit() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, commit)
+    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, stepping(optimizer))
 
 
 class Branches(nn.Module):
@@ -149,11 +155,7 @@ def _unused(seed: int) -> Parts:
         x, y, index = batch
         return F.mse_loss(model(x, int(index[0])), y), 1
 
-    def commit() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, commit)
+    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, stepping(optimizer))
 
 
 class MasterSGD(torch.optim.Optimizer):
@@ -255,11 +257,7 @@ def _weighted(seed: int) -> Parts:
         errors = (model(x) - y).square().squeeze(1)
         return ((errors * kept).sum() + errors[0]) / weight, weight
 
-    def commit() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, commit)
+    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, stepping(optimizer))
 
 
 TASKS = {

@@ -97,14 +97,24 @@ class Running:
         self.process.wait()
 
     def story(self) -> str:
-        """What it printed and what happened, for a test that failed."""
+        """What was lost and struck, what it printed and what happened, for a test that failed."""
         events = [
             f"{event['mono_s']:.3f} {event['event']} worker={event['worker']} {event.get('message', '')}"
             for event in self.events()
             if event["event"] not in ("first_micro_batch", "worker_started")
         ]
+        pids = {
+            event["worker"]: event["pid"] for event in self.events() if event["event"] == "worker_started"
+        }
+        faults = [
+            f"{event['mono_s']:.3f} worker {event['worker']} (process {pids.get(event['worker'])}): "
+            f"{event['kind']} by {event['detected_by']}: {event['message']}"
+            for event in self.events()
+            if event["event"] == "fault_detected"
+        ]
+        struck = [f"{strike.name}: worker {strike.worker}" for strike in self.strikes().values()]
         printed = (self.directory / "printed").read_text(errors="replace")
-        return "\n".join([printed[-6000:], *events[-60:]])
+        return "\n".join(["faults:", *faults, "struck:", *struck, "", printed[-6000:], *events[-60:]])
 
     def events(self) -> list[dict[str, Any]]:
         return lines(self.run_dir / "events.jsonl")
