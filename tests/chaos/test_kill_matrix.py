@@ -18,6 +18,7 @@ import matrix
 from jobs import Running, launch, undisturbed
 from perdure.chaos.faults import DEATHS, Manner, Moment
 from perdure.chaos.verdict import Outcome, Verdict, judge
+from perdure.report import Report, build_report
 from scenario import Strike
 
 CELLS = [(moment, manner) for moment in Moment for manner in DEATHS]
@@ -31,6 +32,7 @@ class Done:
     strikes: dict[str, Strike]
     events: list[dict[str, Any]]
     leftovers: list[str]
+    report: Report
     story: str
 
 
@@ -55,6 +57,7 @@ def find(running: Running, run: matrix.Run) -> Done:
         strikes=running.strikes(),
         events=running.events(),
         leftovers=running.leftovers(),
+        report=build_report(running.run_dir),
         story=running.story(),
     )
 
@@ -99,6 +102,17 @@ def test_a_loss(moment: Moment, manner: Manner, run: matrix.Run, done: Callable[
         if event["event"] == "fault_detected" and event["worker"] == strike.worker
     ]
     assert seen == [expected_fault(strike, moment)]
+
+
+@pytest.mark.parametrize("run", [CELL_RUNS[Moment.FORWARD, Manner.KILL]])
+def test_the_report_says_what_a_kill_cost(run: matrix.Run, done: Callable[[matrix.Run], Done]) -> None:
+    """Who is killed in a forward pass has its micro-batch computed again, and is replaced."""
+    result = done(run)
+    killed = result.strikes[Manner.KILL].worker
+    (fault,) = [fault for fault in result.report.faults if fault.worker == killed]
+    assert 1 <= fault.recomputed_micro_batches <= 8 // matrix.MEMBERS
+    assert fault.state_source == "replica"
+    assert fault.healed_bytes > 10_000
 
 
 @pytest.mark.parametrize("run", list(matrix.at_once()), ids=lambda run: run.name)

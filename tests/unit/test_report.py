@@ -96,6 +96,26 @@ def test_one_kill(log: Log) -> None:
     }  # fmt: skip
 
 
+def test_a_fault_begins_when_its_worker_begins_to_end(log: Log) -> None:
+    """The others' answer, and even their commit, comes before it is known how the worker ended."""
+    log.start(100, range(4))
+    log.commit(0, 103)
+    log.commit(1, 104)
+    log.event("worker_ending", 104.5, worker=2, noticed_s=104.49)
+    log.event("generation_opened", 104.51, members=[0, 1, 3], dealt=2, reason="loss", lost=[2])
+    log.event("generation_computing", 104.53, members=[0, 1, 3], open_s=0.02)
+    log.commit(2, 105.2, workers=3)
+    killed: dict[str, Any] = {"worker": 2, "kind": "signal", "detected_by": "pidfd", "signal": 9}
+    log.event("fault_detected", 105.3, **killed, detect_s=0.0002, message="killed by SIGKILL")
+    log.event("fault_decided", 105.3, worker=2, severity="SEV2", action="replace")
+    log.commit(3, 106.2, workers=3)
+    (fault,) = log.report().faults
+    assert fault.recomputed_micro_batches == 2
+    assert fault.detect_s == pytest.approx(0.01)
+    assert fault.stall_s == pytest.approx(0.2)  # 105.2 − 104 − 1
+    assert log.report().fault_times[0].time == pytest.approx(104.49)
+
+
 def test_goodput_counts_every_worker_second(log: Log) -> None:
     one_kill(log)
     existed = 3 * 10 + 5.41 + 4.5  # workers 0, 1, 3; worker 2 until its loss was known; worker 4

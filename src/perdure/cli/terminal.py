@@ -23,7 +23,7 @@ def shown(path: Path) -> str:
 class Terminal:
     """Prints lines whole; on a terminal keeps a line of progress below them."""
 
-    def __init__(self, until: int | None = None) -> None:
+    def __init__(self) -> None:
         self._live = sys.stderr.isatty()
         self._line = ""
         self._drawn_at = 0.0

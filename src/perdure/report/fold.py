@@ -1,9 +1,11 @@
 """Folds the records of a run into a report. Pure: the same records give the same report.
 
-1. Faults: each `fault_detected` starts one; a later notice of a worker that has already ended belongs to
-   the first. `fault_decided` gives severity and action; the first `generation_opened` that names the
-   worker as lost gives the micro-batches dealt again; the first unclaimed `healed` after it (the worker's
-   own, else on its node, else any) gives where its replacement's state came from.
+1. Faults: each `fault_detected` is one; a later notice of a worker that has already ended belongs to
+   the first. It began with the worker's `worker_ending`, if there is one, and the others' answer may come
+   before it is known how the worker ended. `fault_decided` gives severity and action; the first
+   `generation_opened` after the beginning that names the worker as lost gives the micro-batches dealt again;
+   the first unclaimed `healed` after it (the worker's own, else on its node, else any) gives where its
+   replacement's state came from.
 2. Steps: a step's time is the difference of two neighbouring commits within one start of the run.
 3. Stalls: (first commit after the fault − last commit before it) − the median step. Before the first commit
    of a start counts the moment at which its first generation computed.
@@ -14,7 +16,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -117,24 +119,33 @@ def _step_times(commits: Sequence[Commit], starts: Sequence[float]) -> tuple[Ste
 
 def _faults(events: Sequence[Event]) -> list[_Timed]:
     """All faults in the order in which they were known, without their stalls."""
-    heads: list[int] = []
+    onsets: dict[int, int] = {}
+    ending: dict[int, int] = {}
     ended: set[int] = set()
     for index, event in enumerate(events):
         if event.name == "run_started":
             ended.clear()
-        if event.name != "fault_detected" or event.worker in ended:
-            continue
-        heads.append(index)
-        if event.worker is not None and event.text("kind") in FINAL_KINDS:
-            ended.add(event.worker)
+            ending.clear()
+        elif event.name == "worker_ending" and event.worker is not None:
+            ending[event.worker] = index
+        elif event.name == "fault_detected" and event.worker not in ended:
+            onsets[index] = index
+            if event.worker is not None and event.text("kind") in FINAL_KINDS:
+                ended.add(event.worker)
+                onsets[index] = ending.get(event.worker, index)
+    heads = list(onsets)
     decided = _claims(events, heads, "fault_decided")
-    dealt = _dealt(events, heads)
+    dealt = _dealt(events, onsets)
     healed = _healed(events, heads, decided)
-    return [_fault(events[i], decided.get(i), dealt.get(i, 0), healed.get(i)) for i in heads]
+    return [
+        _fault(events[i], events[onsets[i]], decided.get(i), dealt.get(i, 0), healed.get(i)) for i in heads
+    ]
 
 
-def _fault(event: Event, decided: Event | None, dealt: int, healed: Event | None) -> _Timed:
+def _fault(event: Event, onset: Event, decided: Event | None, dealt: int, healed: Event | None) -> _Timed:
     detect_s = event.number("detect_s")
+    if onset is not event and (noticed := onset.number("noticed_s")) is not None:
+        detect_s = max(0.0, onset.wall_s - noticed)  # of another host's clock, perhaps
     fault = Fault(
         kind=event.text("kind"),
         worker=event.worker,
@@ -149,20 +160,22 @@ def _fault(event: Event, decided: Event | None, dealt: int, healed: Event | None
         healed_bytes=int((healed.number("bytes") if healed else None) or 0),
         message=event.text("message"),
     )
-    return _Timed(fault, event.wall_s - (detect_s or 0.0), event.step)
+    return _Timed(
+        fault, onset.wall_s - (detect_s or 0.0), onset.step if onset.step is not None else event.step
+    )
 
 
-def _later(events: Sequence[Event], heads: Sequence[int], name: str) -> dict[int, list[int]]:
-    """For each fault the indices of the events `name` after it."""
+def _later(events: Sequence[Event], onsets: Mapping[int, int], name: str) -> dict[int, list[int]]:
+    """For each fault the indices of the events `name` after its beginning."""
     named = [index for index, event in enumerate(events) if event.name == name]
-    return {head: named[bisect_right(named, head) :] for head in heads}
+    return {head: named[bisect_right(named, onset) :] for head, onset in onsets.items()}
 
 
 def _claims(events: Sequence[Event], heads: Sequence[int], name: str) -> dict[int, Event]:
     """For each fault the first event `name` of the same worker (and node) after it, each used once."""
     found: dict[int, Event] = {}
     used: set[int] = set()
-    for head, later in _later(events, heads, name).items():
+    for head, later in _later(events, {head: head for head in heads}, name).items():
         for index in later:
             event = events[index]
             same = event.worker == events[head].worker and event.node in ("", events[head].node)
@@ -173,10 +186,10 @@ def _claims(events: Sequence[Event], heads: Sequence[int], name: str) -> dict[in
     return found
 
 
-def _dealt(events: Sequence[Event], heads: Sequence[int]) -> dict[int, int]:
+def _dealt(events: Sequence[Event], onsets: Mapping[int, int]) -> dict[int, int]:
     """Micro-batches dealt again, for each fault; several that one generation answered share them evenly."""
     answered: dict[int, list[int]] = {}
-    for head, later in _later(events, heads, "generation_opened").items():
+    for head, later in _later(events, onsets, "generation_opened").items():
         worker = events[head].worker
         for index in later:
             lost = events[index].workers("lost")
@@ -195,7 +208,7 @@ def _healed(events: Sequence[Event], heads: Sequence[int], decided: dict[int, Ev
     """For each fault that was answered by a replacement (or by healing the worker itself), its `healed`."""
     found: dict[int, Event] = {}
     used: set[int] = set()
-    for head, all_later in _later(events, heads, "healed").items():
+    for head, all_later in _later(events, {head: head for head in heads}, "healed").items():
         fault = events[head]
         later = [i for i in all_later if i not in used]
         chosen = [i for i in later if events[i].worker == fault.worker]

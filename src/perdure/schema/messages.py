@@ -101,7 +101,10 @@ class Refusal(Message, frozen=True):
 
 
 class Healed(Message, frozen=True):
-    """A joiner's state at `step` is complete and verified."""
+    """A joiner's state at `step` is complete and verified.
+
+    It took `nbytes` in `seconds`, what it took for generations that were superseded included.
+    """
 
     generation: Generation
     step: int

@@ -232,6 +232,7 @@ class Patient:
         self._receiver = Receiver(runtime.training.state)
         self._own, self._own_at = "", 0
         self._asked: Generation | None = None
+        self._taken_bytes, self._taken_s = 0, 0.0  # since this worker was last healed, over generations
 
     def can_prepare(self) -> bool:
         """Whether a generation is on offer that would let this worker in, and no room was made for it yet."""
@@ -277,17 +278,21 @@ class Patient:
         started = time.monotonic()  # donors have been waited for until their commits were through
         try:
             if same is not None:
-                self._done(plan, step, 0, started, own, same.records)
+                self._done(plan, step, started, own, same.records)
                 return
             if not lines:
                 return
-            nbytes = self._begin(plan, step, lines)
+            wanted = self._begin(plan, step, lines)
             digest = self._take(lines)
-            if digest and not self._receiver.missing():
+            missing = self._receiver.missing()
+            self._taken_bytes += wanted - sum(chunk.length for chunk in missing)
+            if digest and not missing:
                 healed = self._receiver.finish(digest)
                 self._runtime.training.restored()
-                self._done(plan, step, nbytes, started, healed, lines[0].offer.records)
+                self._done(plan, step, started, healed, lines[0].offer.records)
         finally:
+            if self._taken_bytes:
+                self._taken_s += time.monotonic() - started
             for line in lines:
                 line.close()
 
@@ -420,9 +425,7 @@ class Patient:
                 return False
         return False
 
-    def _done(
-        self, plan: Plan, step: int, nbytes: int, started: float, digest: str, records: Sequence[Record]
-    ) -> None:
+    def _done(self, plan: Plan, step: int, started: float, digest: str, records: Sequence[Record]) -> None:
         runtime = self._runtime
         with runtime.lock:
             if self._over(plan):
@@ -430,8 +433,9 @@ class Patient:
             for record in records:
                 runtime.member.records.setdefault(record.step, record)
             runtime.perform(runtime.member.healed(digest))
-        seconds = time.monotonic() - started
-        runtime.tell(msg.Healed(plan.generation, step, nbytes, seconds, "replica"))
+        seconds = self._taken_s + time.monotonic() - started
+        runtime.tell(msg.Healed(plan.generation, step, self._taken_bytes, seconds, "replica"))
+        self._taken_bytes, self._taken_s = 0, 0.0
 
     def _over(self, plan: Plan) -> bool:
         current = self._runtime.member.plan
