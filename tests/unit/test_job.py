@@ -281,7 +281,22 @@ def test_deaths_at_start_up_end_the_run_when_nobody_trains() -> None:
         rig.wait(1.0)
     assert rig.ended is not None
     assert rig.ended.exit_code == 1
-    assert "at start-up: signal signal 9" in rig.ended.message
+    assert "at start-up: signal 9" in rig.ended.message
+
+
+def test_workers_killed_together_at_start_up_are_replaced() -> None:
+    """Whoever kills three of four starting workers at once shows no crash loop."""
+    rig = Rig()
+    rig.hello(workers=4)
+    first = [rig.starts.pop(0).worker for _ in range(4)]
+    for worker in first:
+        rig.take(rig.job.worker_started(worker, 1, rig.now))
+        rig.say(worker, msg.Joined())
+    for worker in first[:3]:
+        rig.kill(worker)
+    rig.wait(1.0)
+    assert rig.ended is None
+    assert len(rig.starts) == 3
 
 
 def test_workers_that_cannot_be_started_beside_others_are_tried_again_with_pauses() -> None:

@@ -37,6 +37,7 @@ class Deaths:
         self._plain = plain
         self._missing: dict[WorkerId, tuple[Worker, float]] = {}
         self._accounted: set[WorkerId] = set()
+        self._hired_at_start = 0
 
     def ending(self, worker: Worker, ending: msg.WorkerEnding, now: float) -> None:
         """A worker process has begun to end: the others go on without it; the rest waits for its exit."""
@@ -183,7 +184,11 @@ class Deaths:
     def _decide(
         self, worker: Worker, death: Death, detected_by: str, detect_s: float, ready: bool
     ) -> Decision:
-        decision = self._office.failures.judge(death, ready, self._office.in_training)
+        office = self._office
+        again = worker.id >= self._hired_at_start
+        decision = office.failures.judge(death, ready, office.in_training, again)
+        if not ready:
+            self._hired_at_start = office.staff.first_id
         self._tell(worker, death, detected_by, detect_s, decision)
         return decision
 

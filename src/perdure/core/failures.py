@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LOOP_LIMIT = 3
-"""So many deaths in a row at start-up, with nothing reached in between, are a crash loop."""
+"""So many deaths in a row at start-up, each of a worker started after the one before, are a crash loop."""
 
 
 ALL_LOST_LIMIT = 5
@@ -90,10 +90,14 @@ class Failures:
         text = f"every worker was lost {self._all_lost} times in a row in step {step} or before{how}"
         return Decision("SEV1", "stop", 1, text)
 
-    def judge(self, death: Death, reached_first_step: bool, in_training: bool = False) -> Decision:
+    def judge(
+        self, death: Death, reached_first_step: bool, in_training: bool = False, again: bool = True
+    ) -> Decision:
         """Decide what a death means; counts it.
 
-        With others `in_training` a start-up that fails again and again is no crash loop of the job.
+        With others `in_training` a start-up that fails again and again is no crash loop of the job. `again`
+        says that this worker was started after the last that ended at start-up; those that were started
+        together and end together show one failure of the start-up, not several.
         """
         self.count += 1
         self._last = death
@@ -111,10 +115,13 @@ class Failures:
                 f"{death.exception} at {death.where} again without progress: an error of the script",
             )
         if not reached_first_step and death.kind != "node" and not in_training:
-            self._at_start = self._at_start + 1 if death.signature == self._last_at_start else 1
+            if death.signature != self._last_at_start:
+                self._at_start = 1
+            elif again:
+                self._at_start += 1
             self._last_at_start = death.signature
             if self._at_start >= LOOP_LIMIT:
-                what = " ".join(death.signature)
+                what = " ".join(death.signature) if death.exception else death.signature[1]
                 return Decision(
                     "SEV2", "stop", 1, f"{self._at_start} workers in a row ended at start-up: {what}"
                 )
