@@ -32,7 +32,7 @@ class Campaign:
 
     def choose(self, rows: Sequence[PsRow]) -> PsRow | None:
         """The worker to strike; None if nobody can be spared just now."""
-        living = [row for row in rows if row.pid > 0 and row.id not in self._chosen]
+        living = [row for row in rows if row.pid is not None and row.id not in self._chosen]
         able = [row for row in living if row.state == "active"]
         spared = able if len(able) == 1 else []
         found = sorted((row for row in living if row not in spared), key=lambda row: row.id)

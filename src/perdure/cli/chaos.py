@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             time.sleep(campaign.pause_s())
             rows = _rows(args.run_dir)
             row = campaign.choose([row for row in rows if _is_here(row)]) if rows else None
-            if row is None:
+            if row is None or row.pid is None:
                 continue
             before = _last_step(args.run_dir)
             if injector.strike(row.pid, args.manner):
@@ -87,7 +87,7 @@ def _rows(run_dir: Path) -> tuple[PsRow, ...] | None:
 
 def _is_here(row: PsRow) -> bool:
     """Whether the number is that of a child of the row's launcher on this machine, and of nobody else."""
-    found = procfs.process(row.pid)
+    found = procfs.process(row.pid) if row.pid is not None else None
     return found is not None and row.node == node_name(found.parent)
 
 

@@ -81,7 +81,7 @@ class View:
             doing = row.phase if row.micro_batch < 0 else f"{row.phase} micro-batch {row.micro_batch}"
             state = Text(row.state, STYLES.get(row.state, ""))
             step = str(row.step) if row.step >= 0 else ""
-            table.add_row(str(row.id), str(row.pid), state, step, doing)
+            table.add_row(str(row.id), str(row.pid or ""), state, step, doing)
         done = self._step["step"] + 1
         progress = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=self._steps, completed=done, width=40)

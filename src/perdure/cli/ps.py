@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     table = Table("id", "node", "pid", "state", "generation", "step", "phase", "micro-batch", box=None)
     for row in rows:
-        table.add_row(*(str(value) for value in msgspec.structs.astuple(row)))
+        table.add_row(*("" if value is None else str(value) for value in msgspec.structs.astuple(row)))
     Console().print(table)
     return 0
 

@@ -45,7 +45,9 @@ class Deaths:
         if office.phase != "training" or worker.stopped or worker.released or not worker.ready:
             return
         worker.ending = True
-        office.event("worker_ending", worker=worker.id, node=worker.node, noticed_s=ending.wall_s)
+        worker.progress = ending.doing or worker.progress
+        event = {"node": worker.node, "noticed_s": ending.wall_s} | self._in_hand(worker)
+        office.event("worker_ending", worker=worker.id, **event)
         self._put_down(worker.id)
         self._lost(worker.id, now, _doing(ending.doing))
 
@@ -53,6 +55,7 @@ class Deaths:
         """A worker process is gone; it is not among the staff any more."""
         office = self._office
         self._put_down(worker.id)
+        worker.progress = exited.doing or worker.progress
         doing = _doing(exited.doing)
         clean = exited.exit_code == 0
         if worker.stopped or (worker.leaving and worker.released):
@@ -76,6 +79,7 @@ class Deaths:
             return
         worker.stopped = True
         worker.crashed_at = now
+        worker.progress = crash.doing or worker.progress
         self._put_down(worker.id)
         if not self._stops(worker, _exception(crash, crash.exit_code, None), None, worker.ready):
             self._replace(worker, now, _doing(crash.doing))
@@ -207,6 +211,7 @@ class Deaths:
             signal=death.signal,
             message=death.message,
             traceback=worker.crash.traceback if worker.crash else "",
+            **self._in_hand(worker),
         )
         event(
             "fault_decided",
@@ -220,6 +225,14 @@ class Deaths:
             self._office.say(f"worker {worker.id}: {death.message}; another takes its place")
         if decision.exit_code == 3:
             event("given_up", message=decision.message)
+
+    def _in_hand(self, worker: Worker) -> dict[str, int]:
+        """The step that the worker had in hand, for its events; it may be ahead of what is known here."""
+        progress = worker.progress
+        ahead = (
+            progress is not None and progress.phase not in IDLE and progress.step > self._office.records.last
+        )
+        return {"step": progress.step} if progress is not None and ahead else {}
 
     def _replace(self, worker: Worker, now: float, doing: Doing | None) -> None:
         self._office.hire_from = now + self._office.failures.pause_s

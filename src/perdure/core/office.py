@@ -219,7 +219,7 @@ class Office:
         return msg.PsRow(
             id=worker.id,
             node=worker.node,
-            pid=worker.pid,
+            pid=worker.pid or None,
             state=state,
             generation=str(current.generation) if current else "",
             step=progress.step if progress else -1,

@@ -493,7 +493,7 @@ class PsRow(msgspec.Struct, frozen=True):
 
     id: int
     node: str
-    pid: int
+    pid: int | None
     state: str
     generation: str
     step: int
