@@ -103,6 +103,25 @@ def test_a_worker_that_is_told_to_leave_hands_over_at_a_boundary() -> None:
     assert rig.events("left")[0]["worker"] == 1
 
 
+def test_a_leaver_that_was_let_go_may_end_while_the_others_switch_again() -> None:
+    """P12, P16: it has given its state, and nobody is interrupted for it."""
+    rig = training(workers=2)
+    rig.say(1, msg.Leaving())
+    rig.started()
+    rig.serve()
+    rig.commit()
+    rig.switch()
+    rig.say(2, msg.Leaving())
+    rig.started()
+    rig.serve()
+    rig.commit()
+    plan = rig.hands[0].prepared
+    assert plan is not None
+    rig.adopt(rig.hands[0], plan, rig.hands[0].committed)
+    rig.exit(1, code=143)
+    assert rig.job.membership.opening is None
+
+
 def test_a_stop_ends_at_a_boundary_with_the_state_saved() -> None:
     rig = training(workers=2)
     rig.take(rig.job.asked(15, rig.now))

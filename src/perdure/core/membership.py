@@ -166,7 +166,8 @@ class Membership:
         bound = {m.worker: m for plan in plans for m in plan.members}
         if self.current is not None and not self.settled:
             for donor in self.current.donors:
-                bound.setdefault(donor.worker, donor)
+                if donor.worker not in self.peers or not self.peers[donor.worker].released:
+                    bound.setdefault(donor.worker, donor)
         if self.opening is not None:
             bound.update((m.worker, m) for m in self.opening.members)
         return bound
