@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from launched import Launched
+from launched import DEADLINE_S, PERDURE, Launched
+from limits import no_file_longer_than
 from perdure.cli.main import main
 
 HERE = Path(__file__).parent
@@ -186,6 +189,36 @@ def test_the_same_error_again_is_the_scripts_and_ends_the_run_with_its_traceback
     assert re.search(r"^perdure: ValueError.* at \S+:30 again .*: an error of the script$", run.printed, re.M)
     assert "misbehaving.py:" in run.printed
     assert len(run.events("fault_detected")) <= 2 + 1  # at most every worker's first error and one more
+
+
+def test_a_run_whose_readers_are_gone_goes_on_without_them(tmp_path: Path) -> None:
+    """As under `| head -1`: a fault is mended, the last step is reached, and nothing is said of the pipe."""
+    command = [PERDURE, "run", "--nproc-per-node", "2", "--run-dir", tmp_path / "run", MISBEHAVING, "exit 0"]
+    with subprocess.Popen(
+        [*command, tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"perdure: run directory")
+        process.stdout.close()
+        assert process.wait(DEADLINE_S) == 0
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert (report["committed_steps"], len(report["faults"])) == (6, 1)
+
+
+def test_a_full_disk_stops_nobody_and_nothing_is_lost(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "endless", workers=1)
+    run.until(lambda: len(run.steps()) > 10)
+    before = run.steps()
+    with no_file_longer_than((run.run_dir / "metrics.jsonl").stat().st_size, run.process.pid):
+        run.until(lambda: "cannot be written (File too large); training goes on" in run.printed)
+    run.until(lambda: "can be written again; nothing was lost" in run.printed)
+    run.until(lambda: len(run.steps()) > len(before) + 10)
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 143, run.story()
+    assert run.steps() == list(range(len(run.steps())))
 
 
 def test_more_failures_than_allowed_end_the_run_with_3(launcher: Launcher) -> None:

@@ -6,12 +6,10 @@ Read back bit for bit, refused when damaged, and the older one survives whatever
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from limits import no_file_longer_than
 from perdure.schema.errors import ProtocolError, RestoreError
 from perdure.state import checkpoint, shelf
 from perdure.state.capture import ProtectedState
@@ -386,17 +385,6 @@ def test_a_writer_killed_at_any_stage_leaves_the_previous_one(tmp_path: Path) ->
         assert list(directory.iterdir()) == [box.final(1)]
     last = Shelf(attempts[-1])
     assert last.newest_good() == (last.final(2), [])
-
-
-@contextmanager
-def no_file_longer_than(size: int) -> Iterator[None]:
-    """A write beyond `size` bytes fails, as on a full disk (Python ignores the signal)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])

@@ -147,10 +147,10 @@ class Stream:
             return
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
-        for line in self._lines.end():
-            self._show(line)
         self._log.close()
         self.ended.set()
+        for line in self._lines.end():
+            self._show(line)
 
     def _on_readable(self) -> None:
         self._take()

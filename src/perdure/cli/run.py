@@ -148,12 +148,14 @@ class Launch:
             if args.fresh:
                 _forget(self.run_dir, store)
             store.sweep()
-            files = RunDir(self.run_dir, self.run_dir.name)
+            files = RunDir(self.run_dir, self.run_dir.name, self.terminal.say)
+            resumed = files.job.incarnation > 0
+            script = self._script()
+            kept = files.begin(script)
+            here, at = bound.getsockname()[:2]
+            self._write_access(here, at, secret)
         except OSError as error:
             raise rundir.unusable(self.run_dir, error) from error
-        script = self._script()
-        resumed = files.job.incarnation > 0
-        kept = files.begin(script)
         checkpoints = tuple(str(path) for path in store.newest_first())
         settings = Settings(
             job=self.run_dir.name,
@@ -177,7 +179,6 @@ class Launch:
         ports = Ports(store, shelf.publish_save, self.terminal.say, self.terminal.record)
         server = Server(job, secret, files, ports)
         host, port = await server.start_on(bound)
-        self._write_access(host, port, secret)
         files.event("run_started", {"incarnation": kept.incarnation, "resumed": resumed, "script": script})
         self.terminal.say(f"run directory {shown(self.run_dir)}")
         if files.digests and not checkpoints:
@@ -238,7 +239,11 @@ class Launch:
             file.write(msgspec.json.encode(Access(host, port, secret.hex(), os.getpid())))
 
     def _report(self) -> None:
-        report = write_report(self.run_dir)
+        try:
+            report = write_report(self.run_dir)
+        except OSError as error:
+            self.terminal.say(f"the report could not be written: {error.strerror} ({error.filename})")
+            return
         said = []
         if report.committed_steps:
             said.append(f"{report.committed_steps} steps committed")

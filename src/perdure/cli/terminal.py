@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import TextIO
 
 from perdure.core.job import Job
 from perdure.schema.plan import Record
@@ -21,7 +24,10 @@ def shown(path: Path) -> str:
 
 
 class Terminal:
-    """Prints lines whole; on a terminal keeps a line of progress below them."""
+    """Prints lines whole; on a terminal keeps a line of progress below them.
+
+    Nobody has to read them: when a pipe is closed or a terminal is gone the run goes on without.
+    """
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
@@ -33,7 +39,7 @@ class Terminal:
     def show(self, line: str, is_error: bool = False) -> None:
         """One line of a worker (or of perdure itself)."""
         self._clear()
-        print(line, file=sys.stderr if is_error else sys.stdout, flush=True)
+        self._write(sys.stderr if is_error else sys.stdout, f"{line}\n")
         self._draw()
 
     def say(self, text: str) -> None:
@@ -59,8 +65,13 @@ class Terminal:
             self._draw()
 
     def close(self) -> None:
-        """Leave a clean line behind."""
+        """Leave a clean line behind, and nothing at which python's own end would fail."""
         self._clear()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                _silence(stream)
 
     def _rate(self) -> float:
         (start, before), (end, after) = self._recent[0], self._recent[-1]
@@ -68,11 +79,26 @@ class Terminal:
 
     def _clear(self) -> None:
         if self._live and self._line:
-            sys.stderr.write("\r\x1b[K")
+            self._write(sys.stderr, "\r\x1b[K")
 
     def _draw(self) -> None:
         if self._live and self._line:
             self._drawn_at = time.monotonic()
             width = shutil.get_terminal_size().columns
-            sys.stderr.write(self._line[: width - 1])
-            sys.stderr.flush()
+            self._write(sys.stderr, self._line[: width - 1])
+
+    @staticmethod
+    def _write(stream: TextIO, text: str) -> None:
+        try:
+            stream.write(text)
+            stream.flush()
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):  # for good; a full disk may have room again
+                _silence(stream)
+
+
+def _silence(stream: TextIO) -> None:
+    """Send what is written from now on, and what is left from before, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -3,20 +3,25 @@
 Each has one writer. Lines are whole or absent: a torn tail is cut off when the run is resumed. A step is
 known by its line in metrics.jsonl, which comes after its lines in samples.jsonl; samples without it are cut
 off too, as they will come again.
+
+A disk that is full, or gone, stops nobody: what cannot be written waits in memory, and the people are told.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
+from perdure.coordinator.journal import Journal
 from perdure.schema.errors import UsageError
 from perdure.schema.plan import Record
 
@@ -84,27 +89,38 @@ def lock(path: Path) -> BinaryIO:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             break  # a file system without locks
-    file.truncate(0)
-    file.write(str(os.getpid()).encode())
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+        file.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            file.close()
+        raise unusable(path, error) from error
     return file
 
 
 class RunDir:
-    """Writes below one run directory."""
+    """Writes below one run directory. `say` tells people when that fails, and when it works again.
 
-    def __init__(self, path: Path, name: str) -> None:
+    Raises UsageError or OSError if it cannot be used from the start.
+    """
+
+    def __init__(self, path: Path, name: str, say: Callable[[str], None]) -> None:
         self.path = path
         self.name = name
+        self._say = say
+        self._failing = False
+        self._unkept = False
         path.mkdir(parents=True, exist_ok=True)
         self.job = self._read_job()
         self.digests = self._resume_metrics()
         for file in (SAMPLES, EVENTS):
             _cut_torn_tail(path / file)
         _cut_after(path / SAMPLES, self.last_step)
-        self._metrics = open(path / METRICS, "ab")  # noqa: SIM115 (until close)
-        self._events = open(path / EVENTS, "ab")  # noqa: SIM115
-        self._samples: BinaryIO | None = None
+        self._metrics, self._events, self._samples = (Journal(path / f) for f in (METRICS, EVENTS, SAMPLES))
+        self._metrics.write()
+        self._events.write()
         self._committed_at = 0.0
 
     @property
@@ -113,30 +129,29 @@ class RunDir:
         return max(self.digests, default=-1)
 
     def begin(self, script: tuple[str, ...]) -> JobFile:
-        """Take the next incarnation and keep it before it is used."""
-        self.keep(msgspec.structs.replace(self.job, incarnation=self.job.incarnation + 1, script=script))
+        """Take the next incarnation and keep it before it is used. Raises OSError."""
+        self.job = msgspec.structs.replace(self.job, incarnation=self.job.incarnation + 1, script=script)
+        self._keep()
         return self.job
 
     def keep(self, job: JobFile) -> None:
-        """Replace job.json, whole or not at all."""
-        self.job = job
+        """Replace job.json, whole or not at all: later, if it cannot be written now."""
+        self.job, self._unkept = job, True
+        self._write()
+
+    def _keep(self) -> None:
         aside = self.path / f".{JOB}"
         with open(aside, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(job), indent=2) + b"\n")
+            file.write(msgspec.json.format(msgspec.json.encode(self.job), indent=2) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, self.path / JOB)
+        self._unkept = False
 
     def record(self, record: Record) -> None:
         """Append a step's samples' lines, then its line."""
-        if record.samples:
-            if self._samples is None:
-                self._samples = open(self.path / SAMPLES, "ab")  # noqa: SIM115
-            rows = [
-                {"step": record.step, "micro_batch": micro_batch, "worker": worker, "ids": ids}
-                for micro_batch, worker, ids in record.samples
-            ]
-            _append(self._samples, *rows)
+        for micro_batch, worker, ids in record.samples:
+            self._samples.add({"step": record.step, "micro_batch": micro_batch, "worker": worker, "ids": ids})
         line: dict[str, Any] = {
             "step": record.step,
             "loss": record.loss,
@@ -145,7 +160,8 @@ class RunDir:
             "workers": record.workers,
             **record.logged,
         }
-        _append(self._metrics, line)
+        self._metrics.add(line)
+        self._write()
         now = time.monotonic()
         if now - self._committed_at >= COMMITTED_EVERY_S:
             self._committed_at = now
@@ -163,13 +179,41 @@ class RunDir:
             "worker": None,
             "node": None,
         }
-        _append(self._events, {**common, **fields})
+        self._events.add({**common, **fields})
+        self._write()
 
     def close(self) -> None:
-        """Close all files."""
-        for file in (self._metrics, self._events, self._samples):
-            if file is not None:
-                file.close()
+        """Close all files; say what could not be written."""
+        self._write()
+        for file in (self._samples, self._metrics, self._events):
+            file.close()
+            if file.lacks:
+                self._say(f"the last {file.lacks} bytes of {file.path} could not be written and are lost")
+        if not self.path.exists():
+            self._say(
+                f"the run directory {self.path} was removed: its metrics, events and checkpoints are lost"
+            )
+
+    def _write(self) -> None:
+        """Bring everything that waits to the disk; what fails waits on."""
+        try:
+            if self._samples.lacks:
+                self._samples.write()
+            self._metrics.write()  # after its samples: a step is known by its line here
+            self._events.write()
+            if self._unkept:
+                self._keep()
+        except OSError as error:
+            if not self._failing:
+                self._say(
+                    f"{self.path} cannot be written ({error.strerror}); training goes on, metrics and events "
+                    "wait in memory"
+                )
+            self._failing = True
+        else:
+            if self._failing:
+                self._say(f"{self.path} can be written again; nothing was lost")
+            self._failing = False
 
     def _read_job(self) -> JobFile:
         path = self.path / JOB
@@ -200,12 +244,6 @@ class RunDir:
 class _Line(msgspec.Struct):
     step: int
     digest: str = ""
-
-
-def _append(file: BinaryIO, *lines: dict[str, Any]) -> None:
-    """Whole lines, handed to the kernel before this returns."""
-    file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    file.flush()
 
 
 def _cut_after(path: Path, last_step: int) -> None:

@@ -67,6 +67,7 @@ class Deaths:
             if clean:
                 self._plain.finished(worker)
             elif not self._stops(worker, _death(worker, exited), exited, self._plain.lasted(now)):
+                office.say(f"worker {worker.id}: {_death(worker, exited).message}; all workers start again")
                 self._plain.start_again()
         elif not self._stops(worker, _death(worker, exited), exited, worker.ready):
             self._replace(worker, now, doing)
