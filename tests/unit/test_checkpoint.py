@@ -259,6 +259,7 @@ def test_the_newest_good_two_are_kept(state: ProtectedState, box: Shelf) -> None
     truncated(paths[2], shelf.REST)
     box.partial(6).mkdir()
     box.partial(7, "w3").mkdir()
+    box.partial(7, "w3.2").mkdir()
     box.partial(7, "w13").mkdir()
     assert set(box.prune(keep=2, leftovers=False)) == {paths[0], paths[2], paths[4]}
     box.discard("w3")

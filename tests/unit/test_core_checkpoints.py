@@ -62,7 +62,7 @@ def test_a_lost_or_failing_writer_is_replaced_when_the_time_comes() -> None:
     assert checkpoints.due(0, 3, now=0.0) == []
     checkpoints.lost(1)
     assert checkpoints.due(0, 3, now=0.0) == [Ask(3, 1)]
-    checkpoints.failed(now=1.0)
+    assert checkpoints.failed(3, 1, now=1.0) == []
     assert checkpoints.due(1, 3, now=1.0) == [Ask(3, 2)]
 
 
@@ -90,3 +90,41 @@ def test_what_waits_is_thrown_away_when_the_job_begins_anew() -> None:
     assert isinstance(out[0], Discard)
     assert checkpoints.last == 2
     assert checkpoints.known({4: "d"}) == []
+
+
+def test_a_writer_that_was_asked_before_the_end_may_write_the_last_state_for_that() -> None:
+    """Asked for step 58 it comes to it after step 59: it must not write that a second time."""
+    checkpoints = Checkpoints(1)
+    assert checkpoints.due(56, 1, now=0.0) == [Ask(1, 57)]
+    assert checkpoints.final(59, 1) == []
+    assert checkpoints.written(1, written(59), True, {59: "d"}, now=0.0) == [Publish(written(59))]
+    assert checkpoints.asked is None
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_the_last_state_is_asked_for_when_an_earlier_one_is_answered(succeeds: bool) -> None:
+    checkpoints = Checkpoints(1)
+    checkpoints.due(56, 1, now=0.0)
+    assert checkpoints.final(59, 1) == []
+    if succeeds:
+        answer = checkpoints.written(1, written(57), True, {57: "d"}, now=0.0)
+        assert answer == [Ask(1, 59), Publish(written(57))]
+    else:
+        assert checkpoints.failed(1, 57, now=0.0) == [Ask(1, 59)]
+    assert checkpoints.final(59, 1) == []
+    assert checkpoints.written(1, written(59), True, {59: "d"}, now=0.0) == [Publish(written(59))]
+
+
+def test_a_step_that_will_never_come_is_not_waited_for() -> None:
+    checkpoints = Checkpoints(10)
+    assert checkpoints.due(9, 1, now=0.0) == [Ask(1, 19)]
+    assert checkpoints.final(12, 1) == [Ask(1, 12)]
+
+
+def test_a_writer_that_dies_before_the_last_state_is_forgotten() -> None:
+    checkpoints = Checkpoints(1)
+    checkpoints.due(56, 1, now=0.0)
+    checkpoints.final(59, 1)
+    checkpoints.lost(1)
+    assert checkpoints.final(59, 2) == [Ask(2, 59)]
+    assert checkpoints.written(2, written(59), True, {59: "d"}, now=0.0) == [Publish(written(59))]

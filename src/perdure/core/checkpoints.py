@@ -52,6 +52,7 @@ class Checkpoints:
         self.last = -1
         self.asked: tuple[WorkerId, int] | None = None
         self._written: msg.CheckpointWritten | None = None
+        self._final: int | None = None
         self._last_s: float | None = None
 
     @property
@@ -75,8 +76,15 @@ class Checkpoints:
         return [Ask(writer, step)]
 
     def final(self, step: int, writer: WorkerId) -> list[Action]:
-        """Ask for the last state, at the end, unless it is being written or waits to be published."""
-        if self.asked == (writer, step) or (self._written is not None and self._written.step == step):
+        """Ask for the last state, at the end, unless it is being written or waits to be published.
+
+        A writer that was asked before answers that first: it may have come to it so late that it wrote this
+        very state, and it must not do so twice. A later step it will never come to.
+        """
+        if self._written is not None and self._written.step == step:
+            return []
+        if self.asked is not None and self.asked[0] == writer and self.asked[1] <= step:
+            self._final = step
             return []
         self.asked, self._written = (writer, step), None
         return [Ask(writer, step)]
@@ -90,14 +98,13 @@ class Checkpoints:
         now: float,
     ) -> list[Action]:
         """A worker wrote aside; publish when the step is known to be everybody's."""
-        if self.asked is not None and self.asked[0] == writer:
-            self.asked = None
+        then = self._answered(writer, written.step)
         if written.step <= self.last:
-            return [Discard(written, f"step {self.last} is in place already")]
+            return [*then, Discard(written, f"step {self.last} is in place already")]
         if not member:
-            return [Discard(written, "its writer is not a member any more")]
+            return [*then, Discard(written, "its writer is not a member any more")]
         self._written, self._last_s = written, now
-        return self.known(digests)
+        return [*then, *self.known(digests)]
 
     def known(self, digests: dict[int, str]) -> list[Action]:
         """Steps' digests as far as they are agreed upon: something may be published now."""
@@ -114,14 +121,25 @@ class Checkpoints:
     def restart(self, step: int) -> list[Action]:
         """The job goes on from the state after `step` (−1: anew): what waits is of a life that is over."""
         written, self._written = self._written, None
-        self.asked, self.last = None, step
+        self.asked, self._final, self.last = None, None, step
         return [Discard(written, "the job went on from an earlier state")] if written is not None else []
 
-    def failed(self, now: float) -> None:
-        """The writer could not write; the next one comes at its time."""
-        self.asked, self._last_s = None, now
+    def failed(self, writer: WorkerId, step: int, now: float) -> list[Action]:
+        """The writer could not write the state after `step`; the next one comes at its time."""
+        self._last_s = now
+        return self._answered(writer, step)
+
+    def _answered(self, writer: WorkerId, step: int) -> list[Action]:
+        """A writer did what it was asked for, or could not; asks for the last state if that is still due."""
+        if self.asked is None or self.asked[0] != writer:
+            return []
+        self.asked, final, self._final = None, self._final, None
+        if final is None or step >= final:
+            return []
+        self.asked = (writer, final)
+        return [Ask(writer, final)]
 
     def lost(self, worker: WorkerId) -> None:
         """A worker died: if it was the writer, ask another when the time comes."""
         if self.asked is not None and self.asked[0] == worker:
-            self.asked = None
+            self.asked = self._final = None

@@ -350,7 +350,7 @@ class Job:
         self._saving.written(worker.id, message, now)
 
     def _on_checkpointfailed(self, worker: Worker, message: msg.CheckpointFailed, now: float) -> None:
-        self._saving.failed(message, now)
+        self._saving.failed(worker.id, message, now)
 
     def _on_saverequest(self, worker: Worker, message: msg.SaveRequest, now: float) -> None:
         if message in self._saves:  # said again after a seal; the answer may have been lost

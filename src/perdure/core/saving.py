@@ -58,12 +58,12 @@ class Saving:
         agreed = self._office.records.agreed
         self._carry(self._checkpoints.written(worker, message, member, agreed, now))
 
-    def failed(self, message: msg.CheckpointFailed, now: float) -> None:
+    def failed(self, worker: WorkerId, message: msg.CheckpointFailed, now: float) -> None:
         """A worker could not write."""
         office = self._office
         office.event("checkpoint_refused", step=message.step, path="", message=message.reason)
         office.say(f"checkpoint of step {message.step} failed: {message.reason}; training goes on")
-        self._checkpoints.failed(now)
+        self._carry(self._checkpoints.failed(worker, message.step, now))
         self._settled(message.step)
 
     def published(self, written: msg.CheckpointWritten, path: str, reason: str) -> None:

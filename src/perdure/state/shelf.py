@@ -248,13 +248,18 @@ class Shelf:
         return self.directory / f"step-{step:09d}"
 
     def partial(self, step: int, writer: str = "") -> Path:
-        """Where that checkpoint is written before; each writer has a place of its own."""
+        """Where that checkpoint is written before; each writer has a place of its own.
+
+        A writer that writes several times calls itself `NAME.1`, `NAME.2` …: what is thrown away in the
+        background must not be what is written anew.
+        """
         return self.directory / f"step-{step:09d}{f'-{writer}' if writer else ''}{PARTIAL}"
 
     def discard(self, writer: str) -> None:
         """Remove what this writer, which is no more, has not finished."""
         for path in self._names():
-            if path.name.endswith(f"-{writer}{PARTIAL}"):
+            name = path.name.removesuffix(PARTIAL)
+            if name != path.name and name.rpartition("-")[2].partition(".")[0] == writer:
                 remove(path)
 
     def newest_first(self) -> list[Path]:

@@ -397,10 +397,13 @@ class Job:
         with runtime.lock:
             if not member.left:
                 runtime.perform(member.finished(digest))
+
+        def asked() -> bool:
+            wanted = runtime.inbox.checkpoint
+            return wanted is not None and wanted.step <= member.committed
+
         while True:
-            runtime.wait_for(
-                lambda: runtime.inbox.release is not None or runtime.inbox.checkpoint is not None
-            )
+            runtime.wait_for(lambda: runtime.inbox.release is not None or asked())
             if runtime.inbox.release is not None:
                 break
             self._checkpoint(runtime)

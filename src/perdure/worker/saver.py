@@ -34,6 +34,7 @@ class Saver:
         self._send = runtime.tell
         self._thread: threading.Thread | None = None
         self._slab: torch.Tensor | None = None
+        self._writes = 0
 
     def meta(self, step: int, digest: str) -> Meta:
         """What a checkpoint says of itself."""
@@ -104,9 +105,10 @@ class Saver:
 
     def _write(self, copy: Snapshot, step: int, directory: Path) -> None:
         started = time.monotonic()
+        self._writes += 1
         try:
             digest = copy.digest()
-            partial = Shelf(directory).partial(step, self._writer)
+            partial = Shelf(directory).partial(step, f"{self._writer}.{self._writes}")
             checkpoint.write(copy, partial, self.meta(step, digest))
         except (OSError, PerdureError) as error:
             self._send(msg.CheckpointFailed(step, f"{type(error).__name__}: {error}"))
