@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 from perdure.schema.errors import ProtocolError
 from perdure.worker.data import MicroBatches
-from perdure.worker.loader import Loader
+from perdure.worker.loader import Loader, LoaderDiedError
 from perdure.worker.rng import seed_collate, seed_everything
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -364,8 +365,8 @@ def test_a_batch_that_cannot_be_sent_is_an_error_and_no_hang(capfd: pytest.Captu
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_a_killed_loader_process_is_an_error_at_once_and_the_next_get_works(
-    num_workers: int, tmp_path: Path
+def test_a_killed_loader_process_is_replaced_at_once(
+    num_workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stuck = set(make(Plain(), 0).sample_ids(0, 0)[1])
     reached, released = tmp_path / "reached", tmp_path / "released"
@@ -380,17 +381,34 @@ def test_a_killed_loader_process_is_an_error_at_once_and_the_next_get_works(
         loader.schedule(0, range(4), nominal(1, [0, 1, 2, 3]))
         loader.start()
         wait_until(reached.exists, "the transform was not reached")
+        released.touch()
         # The kill comes while the main thread waits; which of the processes it is does not matter.
         killer = threading.Timer(0.1, os.kill, (loader.pids[0], signal.SIGKILL))
         killer.start()
-        began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"loader process \d+ died"):
-            loader.get(0, 0)
-        assert time.monotonic() - began < 2.0
-        killer.join()
-        released.touch()
         for key in ALL[:8]:
             assert loader.get(*key).tolist() == batches.sample_ids(*key)[1]
+        killer.join()
+    said = capfd.readouterr().err
+    assert re.search(r"perdure: loader process \d+ died \(exit code -9.*; others are started", said)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_batch_that_kills_its_loader_process_is_an_error_of_that_batch_alone(num_workers: int) -> None:
+    deadly = set(make(Plain(), 0).sample_ids(0, 2)[1])
+
+    def die(index: int) -> None:
+        if index in deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    batches = make(Plain(do=die), num_workers)
+    with Loader(batches) as loader:
+        loader.schedule(0, range(2))
+        for micro_batch in (0, 1):
+            loader.get(0, micro_batch)
+        with pytest.raises(LoaderDiedError, match=r"loader process \d+ died"):
+            loader.get(0, 2)
+        loader.schedule(1, range(4))
+        assert loader.get(1, 0).tolist() == batches.sample_ids(1, 0)[1]
 
 
 def test_a_loader_process_killed_between_two_gets_does_not_disturb_other_code() -> None:
@@ -399,14 +417,12 @@ def test_a_loader_process_killed_between_two_gets_does_not_disturb_other_code() 
         victim = loader.pids[0]
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: gone(victim), "not killed")  # torch's own handler would raise in here
-        with pytest.raises(RuntimeError, match=r"loader process \d+ died"):
-            loader.get(0, 0)
         assert loader.get(0, 0).shape == (2,)
 
 
 # The standard library leaves a socket to the collector when the peer dies in the middle of a handshake.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_kills_at_random_moments_are_told_as_deaths_and_leave_nothing() -> None:
+def test_kills_at_random_moments_cost_no_batch_and_leave_nothing() -> None:
     """Long answers, so that some are cut in the middle, and tensors, so that shared memory is in use."""
     chance = random.Random(3)
     dataset = [("x" * 20_000, torch.ones(50) * index) for index in range(200)]
@@ -418,15 +434,11 @@ def test_kills_at_random_moments_are_told_as_deaths_and_leave_nothing() -> None:
             pids = loader.pids
             killer = threading.Timer(chance.uniform(0, 0.02), os.kill, (chance.choice(pids), signal.SIGKILL))
             killer.start()
-            asked = time.monotonic()
-            try:
-                for step, micro_batch in nominal(0, [0, 1, 2, 3]):
-                    loader.get(step, micro_batch)
-                    asked = time.monotonic()
-                    loader.forget(step)
-            except RuntimeError as error:
-                assert "died (exit code -9" in str(error)  # noqa: PT017 - how far it came is not known
-            assert time.monotonic() - asked < 2.0
+            for step, micro_batch in nominal(0, [0, 1, 2, 3], until=20):
+                asked = time.monotonic()
+                assert len(loader.get(step, micro_batch)[0]) == 2
+                assert time.monotonic() - asked < 4.0
+                loader.forget(step)
             killer.join()
             assert not [name for pid in pids for name in Path("/dev/shm").glob(f"torch_{pid}_*")]
 

@@ -12,9 +12,10 @@ Bits do not depend on any of this: generators are seeded for each sample and for
 loader processes and in the main process alike, and both compute with one thread.
 
 How it fails: an exception in the data set or in collate is kept with its batch and raised by `get` of
-that batch alone. A loader process that dies raises RuntimeError in the `get` that waits, or in the next;
-a later `get` starts new processes. A batch that cannot be sent between processes ends its loader process,
-which says why on stderr. Loader processes die with their parent.
+that batch alone. Loader processes that die, killed for memory perhaps, are replaced, and what was in
+flight is loaded again; only when they die a second time over one and the same batch does its `get` raise
+LoaderDiedError. A batch that cannot be sent between processes ends its loader process, which says why on
+stderr. Loader processes die with their parent.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ _DEATH_SEEN_S = 1.0  # the longest from a broken connection to the end of the pr
 _CLOSE_GRACE_S = 1.0  # for loader processes that are busy when the loader is closed
 
 
+class LoaderDiedError(RuntimeError):
+    """A loader process died, and not of an exception in the data set."""
+
+
 class Loader:
     """Gives the batches of `batches` by number; see the module's docstring.
 
@@ -69,6 +74,7 @@ class Loader:
         self._pin = batches.pin_memory and torch.cuda.is_available()
         self._requests = LookAhead(self._request, depth=_PREFETCH_FACTOR * batches.num_workers)
         self._pipeline: _Pipeline | None = None
+        self._died_over: Key | None = None
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -106,8 +112,9 @@ class Loader:
         """The batch of micro-batch `micro_batch` of `step`, as `collate_fn` made it.
 
         The generators are left in any state. Raises what the data set or `collate_fn` raised: from a
-        loader process an exception of the same type, with the original traceback as its text; RuntimeError
-        if a loader process died; ProtocolError if the micro-batch is absent or the loader closed.
+        loader process an exception of the same type, with the original traceback as its text;
+        LoaderDiedError if loader processes died twice over this batch; ProtocolError if the micro-batch is
+        absent or the loader closed.
         """
         key = Key(step, micro_batch)
         if self._batches.num_workers > 0:
@@ -141,17 +148,20 @@ class Loader:
             self._stop()
 
     def _wait_for(self, key: Key) -> Any:
-        self.start()
-        requests = self._requests
-        found, result = requests.take(key)
-        if not found:
-            requests.demand(key)
-            result = self._receive(key)
+        found, result = False, None
+        while not found:
+            self.start()
+            found, result = self._requests.take(key)
+            if not found:
+                self._requests.demand(key)
+                found, result = self._receive(key)
+        self._died_over = None
         if isinstance(result, ExceptionWrapper):
             result.reraise()  # type: ignore[no-untyped-call]
         return result
 
-    def _receive(self, wanted: Key) -> Any:
+    def _receive(self, wanted: Key) -> tuple[bool, Any]:
+        """Whether it came, and the batch; it did not if loader processes died that may be replaced."""
         try:
             while True:
                 answer = self._pipeline.next_answer()  # type: ignore[union-attr] # started by _wait_for
@@ -160,11 +170,15 @@ class Loader:
                 key, result = answer
                 self._requests.arrived(key)
                 if key == wanted:
-                    return result
+                    return True, result
                 self._requests.keep(key, result)
-        except BaseException:
+        except BaseException as error:
             self._stop()  # what is in flight can no longer be told: a later get starts afresh
-            raise
+            if not isinstance(error, LoaderDiedError) or self._died_over == wanted:
+                raise
+            self._died_over = wanted
+            print(f"perdure: {error}; others are started", file=sys.stderr, flush=True)
+            return False, None
 
     def _request(self, key: Key) -> Request | None:
         epoch, ids = self._batches.sample_ids(key.step, key.micro_batch)
@@ -270,7 +284,7 @@ class _Pipeline:
     def next_answer(self) -> tuple[Key, Any] | None:
         """The next answer in the order of the requests; None for an idle one, or if none came for a moment.
 
-        Raises RuntimeError if a process died.
+        Raises LoaderDiedError if a process died.
         """
         try:
             answer = next(self._iterator)
@@ -280,7 +294,7 @@ class _Pipeline:
             self._watcher.join(0 if late else _DEATH_SEEN_S)
             if self._first_dead is not None:
                 self._first_dead.join()
-                raise RuntimeError(
+                raise LoaderDiedError(
                     f"loader process {self._first_dead.pid} died (exit code {self._first_dead.exitcode}; "
                     "-N: by signal N): its stderr may say why; often memory or shared memory ran out"
                 ) from error
