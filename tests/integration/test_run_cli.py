@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -259,6 +262,28 @@ def test_ctrl_c_saves_the_state_and_the_run_goes_on_from_it(launcher: Launcher, 
     again.signal(signal.SIGTERM)
     again.until(lambda: "again to end at once" in again.printed)
     assert again.wait() == 143, again.story()
+
+
+def test_a_run_whose_terminal_is_gone_is_saved(tmp_path: Path) -> None:
+    """Its window is closed: SIGHUP, and nowhere to print to."""
+    ours, theirs = pty.openpty()
+    command = [PERDURE, "run", "--run-dir", tmp_path / "run", MISBEHAVING, "endless", tmp_path]
+    with subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        os.close(theirs)
+        while b"samples/s" not in os.read(ours, 65536):  # the live line
+            pass
+        os.close(ours)
+        assert process.wait(DEADLINE_S) == 129
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:09d}").is_dir()
 
 
 def test_a_run_directory_belongs_to_one_run(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:

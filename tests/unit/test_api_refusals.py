@@ -52,6 +52,19 @@ class Stream(torch.utils.data.IterableDataset[int]):
 # ── before the loop ─────────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_line_that_is_written_takes_no_more(job: perdure.Job) -> None:
+    training = Training(job)
+    kept: list[Any] = []
+
+    def body(step: Any, loss: torch.Tensor) -> None:
+        step.backward(loss)
+        kept.append(step)
+
+    training.loop(body)
+    with pytest.raises(UsageError, match=r"step\.log: step 1 is committed and its line is written"):
+        kept[-1].log(x=1)
+
+
 def test_joining_twice(job: perdure.Job) -> None:
     with pytest.raises(UsageError, match="twice: keep the job that the first call returned"):
         perdure.join()

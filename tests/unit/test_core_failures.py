@@ -40,7 +40,9 @@ def test_workers_that_were_started_together_show_one_failure_of_the_start_up() -
     failures = Failures(1000)
     assert {failures.judge(KILLED, False, again=False).action for _ in range(8)} == {"replace"}
     assert failures.judge(KILLED, False).action == "replace"
-    assert failures.judge(KILLED, False).message == "3 workers in a row ended at start-up: signal 9"
+    assert failures.judge(KILLED, False).message == (
+        "3 workers in a row ended at start-up, before job.steps began: signal 9"
+    )
 
 
 def test_it_is_no_loop_when_somebody_got_through() -> None:

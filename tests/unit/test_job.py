@@ -281,7 +281,7 @@ def test_deaths_at_start_up_end_the_run_when_nobody_trains() -> None:
         rig.wait(1.0)
     assert rig.ended is not None
     assert rig.ended.exit_code == 1
-    assert "at start-up: signal 9" in rig.ended.message
+    assert "at start-up, before job.steps began: signal 9" in rig.ended.message
 
 
 def test_workers_killed_together_at_start_up_are_replaced() -> None:

@@ -198,6 +198,9 @@ def test_data_sets_that_cannot_work_are_refused(dataset: Any, message: str) -> N
         {"seed": "x"},
         {"seed": False},
         {"collate_fn": 3},
+        {"shuffle": None},
+        {"drop_last": "no"},
+        {"pin_memory": 1},
     ],
 )
 def test_senseless_numbers_are_refused(options: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ examples:
   perdure run --nproc-per-node 8 --nnodes 2 --coordinator node-1:9000 --secret FILE train.py     on each node
 
 exit codes: 0 done; 1 the script's error; 3 too many failures; 4 wrong usage; 5 no state could be restored;
-130, 143 ended by SIGINT, SIGTERM with the state saved
+129, 130, 143 ended by SIGHUP, SIGINT, SIGTERM with the state saved
 """
 
 
@@ -218,8 +218,9 @@ class Launch:
         )
         agent = Agent(config, self.terminal.show)
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, agent.ask, signum)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(signum, agent.ask, signum)
         ended = await agent.run()
         if ended.message:
             lines = ended.message.splitlines()
@@ -246,7 +247,7 @@ class Launch:
             return
         said = []
         if report.committed_steps:
-            said.append(f"{report.committed_steps} steps committed")
+            said.append(f"{report.committed_steps} step{'s' * (report.committed_steps != 1)} committed")
         count = sum(fault.time >= self.began_s for fault in report.fault_times)
         if count:  # of this run; the report has those of earlier runs in this directory too
             said.append(f"{count} fault{'s' * (count != 1)}; see: perdure report {shown(self.run_dir)}")

@@ -38,6 +38,8 @@ class Deaths:
         self._missing: dict[WorkerId, tuple[Worker, float]] = {}
         self._accounted: set[WorkerId] = set()
         self._hired_at_start = 0
+        self.furthest = -1
+        """The last step that a worker which died had in hand."""
 
     def ending(self, worker: Worker, ending: msg.WorkerEnding, now: float) -> None:
         """A worker process has begun to end: the others go on without it; the rest waits for its exit."""
@@ -233,7 +235,10 @@ class Deaths:
         ahead = (
             progress is not None and progress.phase not in IDLE and progress.step > self._office.records.last
         )
-        return {"step": progress.step} if progress is not None and ahead else {}
+        if progress is None or not ahead:
+            return {}
+        self.furthest = max(self.furthest, progress.step)
+        return {"step": progress.step}
 
     def _replace(self, worker: Worker, now: float, doing: Doing | None) -> None:
         self._office.hire_from = now + self._office.failures.pause_s

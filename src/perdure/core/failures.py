@@ -82,12 +82,12 @@ class Failures:
         self._at_start = self._started_in_vain = 0
 
     def all_lost(self, step: int) -> Decision:
-        """Every member is lost, whoever and however; `step` is the first that is not committed."""
+        """Every member is lost, whoever and however; `step` is the last that one of them had in hand."""
         self._all_lost += 1
         if self._all_lost < ALL_LOST_LIMIT:
             return Decision("SEV2", "replace")
         how = f"; the last one {self._last.message}" if self._last else ""
-        text = f"every worker was lost {self._all_lost} times in a row in step {step} or before{how}"
+        text = f"every worker was lost {self._all_lost} times in a row, the last time in step {step}{how}"
         return Decision("SEV1", "stop", 1, text)
 
     def judge(
@@ -123,7 +123,10 @@ class Failures:
             if self._at_start >= LOOP_LIMIT:
                 what = " ".join(death.signature) if death.exception else death.signature[1]
                 return Decision(
-                    "SEV2", "stop", 1, f"{self._at_start} workers in a row ended at start-up: {what}"
+                    "SEV2",
+                    "stop",
+                    1,
+                    f"{self._at_start} workers in a row ended at start-up, before job.steps began: {what}",
                 )
         if self.count > self.max_failures:
             return Decision(

@@ -393,6 +393,8 @@ class Job:
             if self.membership.current is not None or self.membership.opening is not None:
                 office.phase = "training"
                 self._steer(now)
+            elif any(worker.ending for worker in self.staff.workers.values()):
+                pass  # in a moment it is known how they ended
             elif self.phase == "gathering" or self._stopping or not self._ended_as_all_are_lost():
                 office.phase = "gathering"
                 self._gather(now)
@@ -407,7 +409,7 @@ class Job:
     def _ended_as_all_are_lost(self) -> bool:
         """No member is left: what follows; true if that is the end of the run."""
         office = self._office
-        decision = self.failures.all_lost(self.records.last + 1)
+        decision = self.failures.all_lost(max(self.records.last + 1, self._deaths.furthest))
         if decision.action == "stop":
             office.end(decision.exit_code, decision.message)
             return True

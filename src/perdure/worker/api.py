@@ -373,6 +373,7 @@ class Job:
             logged=step.logged,
             samples=runtime.summed,
         )
+        step.over = True
         if self._desk is not None:
             self._desk.forget()
         runtime.training.buffers.check()

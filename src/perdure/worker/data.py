@@ -82,14 +82,17 @@ class MicroBatches:
         if blocks is not None:
             _check_count("blocks", blocks, least=1)
             _check_blocks(per_step, blocks, "given")
+        for name, flag in (("shuffle", shuffle), ("drop_last", drop_last), ("pin_memory", pin_memory)):
+            if not isinstance(flag, bool):
+                raise UsageError(f"MicroBatches: {name}={flag!r}: expected True or False")
         self.dataset = dataset
         self.batch_size = batch_size
         self.per_step = per_step
-        self.shuffle = bool(shuffle)
-        self.drop_last = bool(drop_last)
+        self.shuffle = shuffle
+        self.drop_last = drop_last
         self.num_workers = num_workers
         self.collate_fn = collate_fn
-        self.pin_memory = bool(pin_memory)
+        self.pin_memory = pin_memory
         self.samples = _count_samples(dataset)
         self._requested = (seed, blocks)
         self._bound: tuple[int, int] | None = None

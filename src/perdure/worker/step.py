@@ -34,6 +34,7 @@ class Step:
         self.logged: dict[str, Scalar] = {}
         self.entered = False
         self.complete = False
+        self.over = False
         self.evaluations = 0
         self._runtime = runtime
         self._loader = loader
@@ -168,7 +169,14 @@ class Step:
         self._skipped = True
 
     def log(self, **values: Any) -> None:
-        """Add values to the step's line of metrics.jsonl; numbers, strings, booleans, None."""
+        """Add values to the step's line of metrics.jsonl; numbers, strings, booleans, None.
+
+        Raises UsageError for other values, and once the loop has gone on to the next step.
+        """
+        if self.over:
+            raise UsageError(
+                f"step.log: step {self.index} is committed and its line is written; log in the loop's body"
+            )
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
