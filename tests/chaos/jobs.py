@@ -8,10 +8,12 @@ import json
 import os
 import secrets
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +45,7 @@ class Running:
     process: subprocess.Popen[bytes]
     directory: Path
     mark: str
+    temp: Path
 
     @property
     def run_dir(self) -> Path:
@@ -128,6 +131,8 @@ class Running:
         for path in Path("/dev/shm").iterdir():
             if any(f"_{pid}_" in path.name for pid in pids):
                 left.append(f"shared memory {path.name}")
+        left += [f"directory {path}" for name in ("perdure-*", "pymp-*") for path in self.temp.glob(name)]
+        shutil.rmtree(self.temp, ignore_errors=True)
         if self.process.returncode != -signal.SIGKILL:  # else the next run clears it away
             left += [f"unfinished {path}" for path in self.run_dir.glob("checkpoints/*.partial")]
         return left
@@ -172,6 +177,7 @@ def launch(
         notes.mkdir(parents=True)
         scenario.lay_out(notes)
     mark = secrets.token_hex(8)
+    temp = Path(tempfile.mkdtemp(prefix="run-"))  # not below `directory`: names of sockets must be short
     command = [
         *(str(PERDURE), "run", "--nproc-per-node", str(scenario.members)),
         *("--run-dir", str(directory / "run"), "--log-samples", *options),
@@ -184,10 +190,10 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=printed,
-            env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp)},
             start_new_session=True,
         )
-    return Running(process, directory, mark)
+    return Running(process, directory, mark, temp)
 
 
 def undisturbed(task: str, steps: int, faults: Sequence[str] = ()) -> Expected:

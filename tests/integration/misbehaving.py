@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,19 @@ def once(directory: Path, name: str) -> bool:
     return True
 
 
+def ended_by_sigterm() -> bool:
+    """Whether a child that the script forks ends by SIGTERM, as it would without perdure."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"x")
+        signal.pause()
+        os._exit(9)
+    os.read(reading, 1)
+    os.kill(child, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
 def go_wrong(mode: str, directory: Path, step: perdure.Step, loss: torch.Tensor) -> None:
     """Inside the loop over a step's batches."""
     if mode == "exit 0" and step.index == 2 and once(directory, mode):
@@ -30,6 +44,8 @@ def go_wrong(mode: str, directory: Path, step: perdure.Step, loss: torch.Tensor)
         raise ValueError("no such luck")
     if mode == "give up" and step.index >= 1 and once(directory, f"step {step.index}"):
         os._exit(7)
+    if mode == "fork" and step.index == 1:
+        print("a child ended by SIGTERM:", ended_by_sigterm())
     if mode == "misuse":
         loss.backward()
 

@@ -14,6 +14,7 @@ import termios
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launched import DEADLINE_S, PERDURE, Launched
@@ -167,6 +168,31 @@ def test_a_plain_script_is_passed_a_signal_to_the_launcher(launcher: Launcher) -
     assert "worker 1 saved something" in run.printed
 
 
+def test_nothing_is_left_of_a_launcher_that_is_killed_while_a_new_zygote_starts(tmp_path: Path) -> None:
+    """What the script started in sessions of its own is cleared away by a zygote without its imports yet."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import subprocess, time\n"
+        "subprocess.Popen(['sleep', '777'], start_new_session=True)\n"
+        "print('it sleeps', flush=True)\n"
+        "time.sleep(777)\n"
+    )
+    run = Launched(tmp_path, [script], ["--nproc-per-node", 2])
+    launcher = psutil.Process(run.process.pid)
+    try:
+        run.until(lambda: run.printed.count("it sleeps") == 2)
+        below = launcher.children(recursive=True)
+        zygote = next(child for child in below if "perdure.worker.zygote" in " ".join(child.cmdline()))
+        assert [child.name() for child in below].count("sleep") == 2
+        zygote.kill()
+        run.until(lambda: [c for c in launcher.children() if c not in below])  # the new one
+    finally:
+        below = [*below, *launcher.children(recursive=True)]
+        run.end()
+    _, alive = psutil.wait_procs(below, timeout=20)
+    assert not alive
+
+
 # ── how a run with perdure ends ─────────────────────────────────────────────────────────────────────
 
 
@@ -181,6 +207,14 @@ def test_leaving_with_exit_code_0_before_the_end_is_a_fault_and_is_mended(launch
     assert re.search(
         r"^\[worker \d+\] half a line and the rest, from misbehaving.py$", run.printed, re.MULTILINE
     )
+
+
+def test_what_a_script_forks_can_be_ended_and_is_no_worker(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "fork")
+    assert run.wait() == 0, run.story()
+    assert run.printed.count("a child ended by SIGTERM: True") == 4
+    assert "a child ended by SIGTERM: False" not in run.printed
+    assert run.events("fault_detected") == []
 
 
 def test_the_same_error_again_is_the_scripts_and_ends_the_run_with_its_traceback(launcher: Launcher) -> None:

@@ -212,6 +212,7 @@ def test_a_script_sees_what_it_would_see_under_python(
     assert outcome.err == plain.stderr.splitlines()
     seen, expected = json.loads(outcome.out[0]), json.loads(plain.stdout)
     assert seen["environment"].pop(procfs.MARK) == MARK
+    assert seen["environment"].pop(procfs.SCRATCH) == str(procfs.scratch(MARK))
     for one in (seen, expected):
         del one["environment"]["PYTEST_CURRENT_TEST"]
     assert seen == expected

@@ -178,6 +178,12 @@ def used_and_skipped(step: Any, loss: torch.Tensor) -> None:
         (used_and_skipped, r"was given to step\.backward already"),
         (lambda step, loss: step.backward(loss.repeat(2)), r"the loss has shape \(2,\); expected a scalar"),
         (lambda step, loss: step.backward(loss, weight=-1), "weight=-1; expected a finite number"),
+        (lambda step, loss: step.backward(1.0), "the loss is a float; expected a scalar tensor"),
+        (lambda step, loss: step.backward(loss, weight="1"), "weight='1'; expected a finite number ≥ 0"),
+        (
+            lambda step, loss: step.backward(loss, scaler=torch.amp.GradScaler("cpu")),
+            "this scaler is not protected; give job.protect it too",
+        ),
         (lambda step, loss: step.log(loss=1), "perdure writes loss itself; use another name"),
         (lambda step, loss: step.log(x=[1]), "expected a number, string, bool or None, got list"),
         (lambda step, loss: next(iter(step)), "is iterated twice"),
@@ -292,6 +298,35 @@ def test_a_scaler_can_be_stepped_by_a_worker_that_has_scaled_no_loss(job: perdur
     assert scaler.state_dict() == state
 
 
+@pytest.mark.parametrize("where", ["in the module", "in both"])
+def test_a_parameter_that_is_replaced_after_the_loop_began(job: perdure.Job, where: str) -> None:
+    training = Training(job)
+    assert isinstance(training.model, nn.Linear)
+
+    def body(step: Any, loss: torch.Tensor) -> None:
+        step.backward(loss)
+        if step.index == 0 and step.micro_batch == 1:
+            training.model.bias = nn.Parameter(torch.ones(1))
+            if where == "in both":
+                training.optimizer.param_groups[0]["params"][1] = training.model.bias
+
+    with pytest.raises(ProtectError, match=r"than when job\.steps began \(1 new, [01] gone\)"):
+        training.loop(body)
+
+
+def test_a_parameter_that_was_frozen_when_the_loop_began(job: perdure.Job) -> None:
+    training = Training(job)
+    assert isinstance(training.model, nn.Linear)
+    training.model.bias.requires_grad_(False)
+
+    def body(step: Any, loss: torch.Tensor) -> None:
+        step.backward(loss)
+        training.model.bias.requires_grad_(True)
+
+    with pytest.raises(ProtectError, match=r"than when job\.steps began \(1 new, [01] gone\)"):
+        training.loop(body)
+
+
 def test_a_parameter_that_comes_after_the_loop_began(job: perdure.Job) -> None:
     training = Training(job)
 
@@ -300,5 +335,5 @@ def test_a_parameter_that_comes_after_the_loop_began(job: perdure.Job) -> None:
             training.model.register_parameter("late", nn.Parameter(torch.ones(())))
         step.backward(loss)
 
-    with pytest.raises(ProtectError, match="have 5 parameters now, 4 when"):
+    with pytest.raises(ProtectError, match=r"than when job\.steps began \(1 new, 0 gone\)"):
         training.loop(body)

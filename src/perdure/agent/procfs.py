@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -18,6 +20,9 @@ SHARED_MEMORY: Final = Path("/dev/shm")
 
 MARK: Final = "PERDURE_AGENT"
 """Environment variable that everything below one agent inherits; its value is the agent's alone."""
+
+SCRATCH: Final = "PERDURE_SCRATCH"
+"""Environment variable: a directory for workers' sockets, made when needed, removed with the agent."""
 
 
 class Process(NamedTuple):
@@ -64,10 +69,19 @@ def end_session(session: int) -> None:
                 left.unlink()
 
 
+def scratch(mark: str) -> Path:
+    """The scratch directory of the agent with this mark; short, as names of sockets must be."""
+    return Path(tempfile.gettempdir(), f"perdure-{mark[:12]}")
+
+
 def end_marked(mark: str) -> None:
-    """SIGKILL and reap everything below this agent that carries its mark, in whatever session."""
+    """SIGKILL and reap everything below this agent that carries its mark, in whatever session.
+
+    Its scratch directory goes too.
+    """
     wanted = f"{MARK}={mark}".encode()
     _end(lambda found: found.state != "Z" and wanted in _environment(found.pid))
+    shutil.rmtree(scratch(mark), ignore_errors=True)
 
 
 def reap_orphans(known: Collection[int | None]) -> None:

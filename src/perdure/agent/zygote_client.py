@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from perdure.agent.procfs import MARK
+from perdure.agent.procfs import MARK, SCRATCH, scratch
 from perdure.schema.errors import PerdureError, ZygoteGoneError
 from perdure.schema.messages import Fork, Forked, ForkFailed, ZygoteMessage
 from perdure.schema.wire import FrameReader, encode
@@ -48,7 +48,7 @@ class _Live:
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={**os.environ, MARK: mark},
+                env={**os.environ, MARK: mark, SCRATCH: str(scratch(mark))},
             )
         self._pidfd = os.pidfd_open(self.process.pid)
         self._reader: FrameReader[ZygoteMessage] = FrameReader(ZygoteMessage)

@@ -96,8 +96,8 @@ class ProtectedState:
         self._staging: Staging | None = None
         self.known_bytes = 0
         """Bytes of all entries together at the last walk: for threads that must not walk themselves."""
-        self.parameters = 0
-        """How many parameters the modules and optimizers had at the last walk, each counted for each."""
+        self.parameters: dict[int, torch.Tensor] = {}
+        """The parameters of the modules and optimizers at the last walk, by id."""
         self._walk()
 
     def digest(self) -> str:
@@ -244,9 +244,7 @@ class ProtectedState:
         scribe = Scribe(self._regions)
         objects = {name: keeper.walk(scribe) for name, keeper in self._keepers.items()}
         self._regions = scribe.regions
-        self.parameters = sum(
-            len(tree["parameters"]) for tree in objects.values() if tree["kind"] in ("module", "optimizer")
-        )
+        self.parameters = scribe.parameters
         scribe.entries.sort(key=_by_name)
         self.known_bytes = sum(region.nbytes for region in scribe.entries)
         return objects, scribe.entries

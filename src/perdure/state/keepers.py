@@ -122,7 +122,7 @@ class ModuleKeeper:
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     path = f"{prefix}.{key}"
-                    parameters[path] = scribe.entry(path, parameter).name
+                    parameters[path] = scribe.parameter(path, parameter).name
                     if not parameter.requires_grad:
                         frozen.append(path)
             for key, buffer in module._buffers.items():
@@ -206,7 +206,7 @@ class OptimizerKeeper:
             groups.append({"size": len(group["params"]), "options": tree})
             for parameter in group["params"]:
                 index = len(parameters)
-                parameters.append(scribe.entry(f"{name}.parameters.{index}", parameter).name)
+                parameters.append(scribe.parameter(f"{name}.parameters.{index}", parameter).name)
                 held = every.get(parameter)
                 if held:
                     prefix = f"{name}.state.{index}"

@@ -24,6 +24,7 @@ class Scribe:
         self._also: dict[tuple[object, ...], Region] = {}
         self.regions: dict[int, Region] = {}
         self.entries: list[Region] = []
+        self.parameters: dict[int, torch.Tensor] = {}
 
     def entry(self, name: str, tensor: torch.Tensor, volatile: bool = False) -> Region:
         """The entry that holds the tensor's bytes.
@@ -54,6 +55,11 @@ class Scribe:
         region.entry = region
         self.entries.append(region)
         return region
+
+    def parameter(self, name: str, tensor: torch.Tensor) -> Region:
+        """As `entry`, for a tensor that may be trained."""
+        self.parameters[id(tensor)] = tensor
+        return self.entry(name, tensor)
 
     def refer(self, name: str, tensor: torch.Tensor) -> dict[str, str]:
         """The reference to put in a tree for a tensor that only its own object may change."""

@@ -39,7 +39,7 @@ class Descriptor:
 
 
 def close_in_children(resource: _T) -> _T:
-    """Close `resource` in every process forked from now on; returns it."""
+    """Close `resource` in every process forked from now on, as long as somebody keeps it; returns it."""
     _guarded.add(resource)
     return resource
 

@@ -34,7 +34,7 @@ class Link:
         self._held = False
         wake, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake_fd = close_in_children(Descriptor(wake))
-        close_in_children(Descriptor(self._wake))
+        self._waking = close_in_children(Descriptor(self._wake))
         self._thread = threading.Thread(target=defect.fatal(self._run), name="perdure-link", daemon=True)
 
     def start(self) -> bool:
@@ -51,8 +51,16 @@ class Link:
             os._exit(_ORPHANED)
 
     def leave_on_sigterm(self) -> None:
-        """From now on SIGTERM asks to hand over at a boundary instead of ending the process."""
+        """From now on SIGTERM asks to hand over at a boundary instead of ending the process.
+
+        What the script forks ends by it, as it would without perdure.
+        """
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        os.register_at_fork(after_in_child=self._leave_no_more)
+
+    def _leave_no_more(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         # The main thread may hold any lock just now: only wake the link's own thread.

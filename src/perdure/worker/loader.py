@@ -20,9 +20,11 @@ stderr. Loader processes die with their parent.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
 import multiprocessing.queues
 import multiprocessing.util
 import os
@@ -44,7 +46,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from perdure.schema.errors import ProtocolError
 from perdure.worker.data import MicroBatches
 from perdure.worker.look_ahead import Key, LookAhead, Request
-from perdure.worker.parent import die_with_parent
+from perdure.worker.parent import SCRATCH, die_with_parent
 from perdure.worker.rng import one_thread, seed_collate, seed_sample
 
 _PREFETCH_FACTOR = 2  # requests in flight per loader process; torch's own default
@@ -257,7 +259,7 @@ class _Pipeline:
     """
 
     def __init__(self, data_loader: DataLoader[Any]) -> None:
-        multiprocessing.util.get_temp_dir()  # made here it is removed here, however a loader process ends
+        _make_temp_dir()
         previous = signal.getsignal(signal.SIGCHLD)
         iterator: Any = iter(data_loader)
         _remove_worker_pids(id(iterator))
@@ -320,6 +322,19 @@ class _Pipeline:
             queue.cancel_join_thread()
             queue.close()
         _remove_shared_memory(self.processes)
+
+
+def _make_temp_dir() -> None:
+    """Have a directory for the sockets between processes that goes, however this worker ends.
+
+    Without a launcher multiprocessing's own: made in this process it is removed by it, not by a loader.
+    """
+    scratch = os.environ.get(SCRATCH)
+    if scratch is not None:
+        with contextlib.suppress(OSError):  # it makes its own then
+            os.makedirs(scratch, mode=0o700, exist_ok=True)
+            multiprocessing.process.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
+    multiprocessing.util.get_temp_dir()
 
 
 def _remove_shared_memory(processes: list[Any]) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from typing import Final
+
+SCRATCH: Final = "PERDURE_SCRATCH"
+"""Environment variable: a directory for workers' sockets that is removed with the agent, however it ends."""
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -133,15 +133,26 @@ class Step:
             loss: a scalar, the mean over what `weight` counts.
             weight: for instance the number of tokens in the micro-batch.
             scaler: a protected GradScaler whose scale multiplies the loss.
+
+        Raises:
+            UsageError: outside the loop, or a loss, weight or scaler that cannot be.
         """
         if self.micro_batch < 0 or self.complete:
             raise UsageError("step.backward is for a micro-batch in hand: call it inside `for … in step`")
         if self._skipped:
             raise UsageError(f"micro-batch {self.micro_batch} was skipped already")
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(f"step.backward: the loss is a {type(loss).__name__}; expected a scalar tensor")
         if loss.numel() != 1:
             raise UsageError(f"step.backward: the loss has shape {tuple(loss.shape)}; expected a scalar")
-        if not (math.isfinite(weight) and weight >= 0):
+        try:
+            sensible = math.isfinite(weight) and weight >= 0
+        except TypeError:
+            sensible = False
+        if not sensible:
             raise UsageError(f"step.backward: weight={weight!r}; expected a finite number ≥ 0")
+        if scaler is not None and not self._runtime.training.protects_scaler(scaler):
+            raise UsageError("step.backward: this scaler is not protected; give job.protect it too")
         self._calls += 1
         self._weighted_loss += float(loss.detach()) * float(weight)
         self._weight += float(weight)

@@ -28,7 +28,6 @@ class Training:
     def __init__(self, objects: Mapping[str, object], digest_every: int = 1, exact: bool = True) -> None:
         _wake_scalers(objects)
         self.state = ProtectedState(objects)
-        self._parameters = self.state.parameters
         names, parameters = _parameters(objects)
         for name, parameter in zip(names, parameters, strict=True):
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -37,6 +36,8 @@ class Training:
                     "of the gradient: do that work after the step's loop, where .grad is global"
                 )
         _refuse_sparse(objects)
+        self._scalers = [thing for thing in objects.values() if isinstance(thing, torch.amp.GradScaler)]
+        self._trained = frozenset(map(id, parameters))
         self.buckets = Buckets(parameters)
         self.leaves = Leaves(parameters, names, exact)
         self.buffers = Buffers(_buffers(objects))
@@ -76,6 +77,11 @@ class Training:
             self.buffers.put_back()
         self.leaves.bind(first)
 
+    def protects_scaler(self, scaler: object) -> bool:
+        """Whether this is a protected GradScaler, or one that is off and has no state."""
+        off = isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled()
+        return off or any(scaler is known for known in self._scalers)
+
     def digest(self, committed: int) -> str:
         """The digest of the state after step `committed`, or '' if that step is not to be digested."""
         if (committed + 1) % self._digest_every:
@@ -85,13 +91,17 @@ class Training:
         return self._digests[committed]
 
     def digest_now(self) -> str:
-        """The digest of the live state. Raises ProtectError if it has other parameters than at first."""
+        """The digest of the live state. Raises ProtectError if other parameters are trained than at first."""
         with self._walking:
             digest = self.state.digest()
-        if self.state.parameters != self._parameters:
+            now = self.state.parameters
+        new = sum(p.requires_grad and number not in self._trained for number, p in now.items())
+        gone = sum(number not in now for number in self._trained)
+        if new or gone:
             raise ProtectError(
-                f"the protected objects have {self.state.parameters} parameters now, {self._parameters} when "
-                "job.steps began: gradients of new ones would not be summed; have all before job.protect"
+                f"the protected objects train other parameters than when job.steps began ({new} new, {gone} "
+                "gone): gradients of new ones would not be summed; have all before job.protect, and change "
+                "their values in place"
             )
         return digest
 

@@ -16,7 +16,7 @@ The protocol of one fork (P19), over the socket FD, one request at a time:
 When the agent is gone the socket ends: the zygote then kills what carries the agent's mark in its
 environment (workers die with the agent by themselves, what they started does not) and ends.
 
-CUDA is never initialised here, and no thread is started: neither survives a fork.
+CUDA is never initialised here, and no thread is left when it serves: neither survives a fork.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ import contextlib
 import gc
 import importlib
 import os
+import select
+import shutil
 import signal
 import socket
 import struct
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -37,7 +41,7 @@ import msgspec
 from perdure.schema.messages import Fork, Forked, ForkFailed, ZygoteReady
 from perdure.schema.wire import Decoder, encode
 from perdure.worker import boot
-from perdure.worker.parent import die_with_parent
+from perdure.worker.parent import SCRATCH, die_with_parent
 
 MARK: Final = "PERDURE_AGENT"
 """Environment variable that tells one agent's processes from another's; everything below it inherits it."""
@@ -68,22 +72,43 @@ class _Task(msgspec.Struct, frozen=True):
 
 def main(fd: int, agent_pid: int) -> None:
     """Serve forks until the agent closes the socket; returns in the zygote and in each worker, at its end."""
-    die_with_parent(agent_pid)
-    _preload()
-    die_with_parent(
-        agent_pid, 0
-    )  # from here on the end of the socket is enough, and there is work to do then
     with socket.socket(fileno=fd) as agent:
+        with _until_gone(agent):
+            _preload()
         agent.sendall(encode(ZygoteReady()))
         task = _serve(agent, agent_pid)
     if task is None:
-        _kill_marked()
+        _clear_away()
         return
     control = socket.socket(fileno=task.control)
     if control.recv(1) != b"\0":
         return
     _become(task)
     boot.run(task.fork, control, task.page)
+
+
+@contextlib.contextmanager
+def _until_gone(agent: socket.socket) -> Iterator[None]:
+    """Imports take seconds: if the agent is gone meanwhile, clear away and end, on a thread of its own."""
+    waking, wake = os.pipe()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(agent, select.POLLRDHUP)
+        poll.register(waking, select.POLLIN)
+        if agent.fileno() in dict(poll.poll()):
+            _clear_away()
+            os._exit(1)
+
+    thread = threading.Thread(target=watch, name="perdure-zygote", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(wake, b"x")
+        thread.join()  # threads do not survive a fork
+        os.close(waking)
+        os.close(wake)
 
 
 def _preload() -> None:
@@ -197,8 +222,8 @@ def _as_if_started() -> None:
         torch.set_num_threads(int(threads))
 
 
-def _kill_marked() -> None:
-    """SIGKILL every process, other than this one, that has this zygote's mark in its environment."""
+def _clear_away() -> None:
+    """SIGKILL every other process that has this zygote's mark in its environment; remove the scratch."""
     mark = f"{MARK}={os.environ.get(MARK, '')}".encode()
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) == os.getpid():
@@ -206,3 +231,5 @@ def _kill_marked() -> None:
         with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
             if mark in file.read().split(b"\0"):
                 os.kill(int(name), signal.SIGKILL)
+    if scratch := os.environ.get(SCRATCH):
+        shutil.rmtree(scratch, ignore_errors=True)
