@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from perdure.cli.figures import finite_figures
+from perdure.cli.figures import computing_with
 from perdure.cli.main import main
 from perdure.core.policies import POLICIES
 from perdure.core.policies.base import CAUSES
@@ -389,6 +389,7 @@ def test_bad_input_is_one_clear_line_and_exit_4(
     error = capsys.readouterr().err
     assert expected in error
     assert error.count("\n") == 1
+    assert change is None or error.startswith(f"perdure: {scenario}: ")
 
 
 def test_a_run_that_would_not_end_is_given_up(
@@ -421,7 +422,7 @@ def test_faults_that_breed_faults_are_given_up(
 def test_figures_whose_product_overflows_are_one_line(absurd: Callable[[], object]) -> None:
     with (
         pytest.raises(UsageError, match=r"x\.toml: its figures together are beyond") as raised,
-        finite_figures("x.toml"),
+        computing_with("x.toml"),
     ):
         absurd()
     assert "\n" not in str(raised.value)

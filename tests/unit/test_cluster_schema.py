@@ -129,6 +129,11 @@ def test_a_run_of_perdure_is_a_measurement(tmp_path: Path) -> None:
 
 
 BAD = [
+    (
+        "repair_hours = {min=24, max=168}",
+        "repair_hours = -1",
+        "cluster.repair_hours: found -1, expected float ≥ 0",
+    ),
     ("nodes = 16", "nodes = -1", "cluster.nodes: found -1, expected int ≥ 1"),
     ("nodes = 16", "nodes = 0", "cluster.nodes: found 0, expected int ≥ 1"),
     ("nodes = 16", "nodes = 1.5", "cluster.nodes: found 1.5, expected int"),

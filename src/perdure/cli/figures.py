@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,12 @@ from rich.table import Table
 
 from perdure.schema.errors import UsageError
 
+_KEY = re.compile(r"(cluster|job|policy|simulate)\.")
+
 
 @contextmanager
-def finite_figures(path: str | Path) -> Iterator[None]:
-    """Turns what computing with a scenario's figures can overflow into a `UsageError`.
+def computing_with(path: str | Path) -> Iterator[None]:
+    """Names the scenario's file in a `UsageError` about one of its keys, and makes one of an overflow.
 
     Every key has its bounds, but products of figures within their bounds can still leave those of floating
     point or of memory.
@@ -23,6 +26,10 @@ def finite_figures(path: str | Path) -> Iterator[None]:
     try:
         with np.errstate(over="raise"):
             yield
+    except UsageError as error:
+        if _KEY.match(str(error)):
+            raise UsageError(f"{path}: {error}") from error
+        raise
     except (ArithmeticError, MemoryError) as error:
         found = f"{type(error).__name__}: {error}"
         raise UsageError(

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import track
 
-from perdure.cli.figures import finite_figures, narrow_table
+from perdure.cli.figures import computing_with, narrow_table
 from perdure.core.allocation import Demand, Outlook, Plan, allocate
 from perdure.core.cost import expected_running, node_loss_rate, transition_seconds
 from perdure.core.curve import Curve, job_curve
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, apply the events, print."""
-    with finite_figures(args.cluster):
+    with computing_with(args.cluster):
         return _run(args)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from perdure.cli.figures import finite_figures
+from perdure.cli.figures import computing_with
 from perdure.cli.simulate_tables import show
 from perdure.core.policies import POLICIES
 from perdure.core.scenario_checks import check_policies
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     sweeps = [_sweep_of(text) for text in args.sweep]
     for option, path in (("--json", args.json), ("--html", args.html), ("--log", args.log)):
         _check_writable(path, option)
-    with finite_figures(args.scenario):
+    with computing_with(args.scenario):
         return _run(args, names, sweeps)
 
 

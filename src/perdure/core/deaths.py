@@ -225,7 +225,9 @@ class Deaths:
             message=decision.message,
         )
         if decision.action == "replace" and not self._plain.is_plain():
-            self._office.say(f"worker {worker.id}: {death.message}; another takes its place")
+            nobody = self._office.stopping or death.kind == "node"
+            then = "" if nobody else "; another takes its place"
+            self._office.say(f"worker {worker.id}: {death.message}{then}")
         if decision.exit_code == 3:
             event("given_up", message=decision.message)
 

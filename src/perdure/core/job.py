@@ -209,6 +209,7 @@ class Job:
         else:
             office.end(128 + signum, ALL_LOST if self.membership.begun else "ended before training began")
         self._stopping = self._stopping or signum
+        office.stopping = True
         return self._go_on(now)
 
     def saved(self, worker: WorkerId, request: msg.SaveRequest, reason: str, now: float) -> list[Action]:

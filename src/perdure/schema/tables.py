@@ -193,6 +193,8 @@ def _reworded(message: str, raw: dict[str, Any]) -> str:
         elif step.startswith("["):
             value = value[int(step[1:-1])] if isinstance(value, list) else None
             key = _item_key(key, value, int(step[1:-1]))
+        elif isinstance(value, int | float):
+            break  # a plain number that stands for a table of one key, which the file does not have
         else:
             value = value.get(step) if isinstance(value, dict) else None
             key = f"{key}.{step}" if key else step
