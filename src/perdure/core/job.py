@@ -90,7 +90,6 @@ class Job:
         self._plain = PlainScript(self._office)
         self._deaths = Deaths(self._office, self._saving, self._plain)
         self._deadlines = Deadlines(self._office, self._deaths)
-        self._stopping = 0
         self._restoring: WorkerId | None = None
         self._warned = False
         self._saves: dict[msg.SaveRequest, str | None] = {}
@@ -200,7 +199,7 @@ class Job:
     def asked(self, signum: int, now: float) -> list[Action]:
         """SIGINT or SIGTERM at a launcher: end at the boundary, the state saved; the second ends at once."""
         office = self._office
-        if self._stopping or self.phase == "released":
+        if self._office.stopping or self.phase == "released":
             office.end(128 + signum, "ended at once")
         elif self.phase in ("training", "saving") or self._may_rejoin(now):
             office.say(f"signal {signum}: finishing the step and saving; again to end at once")
@@ -208,8 +207,7 @@ class Job:
             self._plain.asked(signum, now)
         else:
             office.end(128 + signum, ALL_LOST if self.membership.begun else "ended before training began")
-        self._stopping = self._stopping or signum
-        office.stopping = True
+        office.stopping = office.stopping or signum
         return self._go_on(now)
 
     def saved(self, worker: WorkerId, request: msg.SaveRequest, reason: str, now: float) -> list[Action]:
@@ -396,7 +394,7 @@ class Job:
                 self._steer(now)
             elif any(worker.ending for worker in self.staff.workers.values()):
                 pass  # in a moment it is known how they ended
-            elif self.phase == "gathering" or self._stopping or not self._ended_as_all_are_lost():
+            elif self.phase == "gathering" or self._office.stopping or not self._ended_as_all_are_lost():
                 office.phase = "gathering"
                 self._gather(now)
         if self.phase == "training":
@@ -404,7 +402,7 @@ class Job:
         if self.phase == "released" and not self.staff.workers:
             office.end(office.exit_code, "")
         if self._plain.signalled and self._plain.ended(now):
-            office.end(128 + self._stopping, "")
+            office.end(128 + self._office.stopping, "")
         return office.take()
 
     def _ended_as_all_are_lost(self) -> bool:
@@ -419,7 +417,7 @@ class Job:
         return False
 
     def _fill_vacancies(self, now: float) -> None:
-        if self._stopping or len(self.staff.nodes) < self.settings.min_nodes:
+        if self._office.stopping or len(self.staff.nodes) < self.settings.min_nodes:
             return
         if now < self._office.hire_from:
             return
@@ -432,11 +430,11 @@ class Job:
     def _gather(self, now: float) -> None:
         """Open the first generation when everybody who is expected is at the first step."""
         waiting = self._rejoin_until is not None and now <= self._rejoin_until
-        if self._rejoin_until is not None and (self.staff.workers or waiting or not self._stopping):
+        if self._rejoin_until is not None and (self.staff.workers or waiting or not self._office.stopping):
             self._rejoin(now)
             return
-        if self._stopping and not self._plain.signalled:
-            self._office.end(128 + self._stopping, ALL_LOST)
+        if self._office.stopping and not self._plain.signalled:
+            self._office.end(128 + self._office.stopping, ALL_LOST)
             return
         restoring = self.staff.workers.get(self._restoring) if self._restoring is not None else None
         if restoring is None or restoring.stopped:
@@ -523,7 +521,7 @@ class Job:
         if not membership.settled:
             return
         current = membership.members
-        if self._stopping:
+        if self._office.stopping:
             self._office.carry(membership.prepare(current, stop=True), now)
             return
         staying = [w for w in current if not membership.peers[w].leaving]
@@ -552,7 +550,7 @@ class Job:
             return
         digests = {w: workers[w].last_digest for w in members}
         if not self._deaths.outvoted(digests, "after the last step", now):
-            self._saving.finish(self._stopping)
+            self._saving.finish(self._office.stopping)
 
     def _look_for_one_sided_break(self, members: Sequence[Worker]) -> None:
         """Whoever is at work on a step that another member's script will never begin waits for ever."""

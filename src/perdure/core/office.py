@@ -51,7 +51,7 @@ class Office:
         self.attempt = 0
         self.exit_code = 0
         self.opened_at = 0.0
-        self.stopping = False
+        self.stopping = 0  # the signal that asked for it
         self.hire_from = float("-inf")
         self.troubles = 0
         self.step_times: list[float] = []
