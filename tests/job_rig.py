@@ -146,9 +146,17 @@ class Rig:
     def kill(self, worker: WorkerId) -> None:
         self.exit(worker, signum=9)
 
-    def crash(self, worker: WorkerId, kind: str = "ValueError", line: int = 7, user: bool = False) -> None:
+    def crash(
+        self,
+        worker: WorkerId,
+        kind: str = "ValueError",
+        line: int = 7,
+        user: bool = False,
+        records: tuple[Record, ...] = (),
+    ) -> None:
         trace = f"Traceback (most recent call last):\n{kind}: it broke\n"
-        self.say(worker, msg.Crashed(kind, f"train.py:{line}", trace, 4 if user else 1, user))
+        code = 4 if user else 1
+        self.say(worker, msg.Crashed(kind, f"train.py:{line}", trace, code, user, records=records))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds

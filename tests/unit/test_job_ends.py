@@ -84,6 +84,18 @@ def test_a_joiner_that_agreed_once_is_as_good_as_the_others() -> None:
     assert rig.ended is None
 
 
+def test_an_error_that_ends_the_run_leaves_the_line_of_every_committed_step() -> None:
+    """P18: a line waits for the next step's headers, which an error of the script in that step prevents."""
+    rig = training(workers=2)
+    rig.commit()
+    rig.crash(0, records=(rig.record(1), rig.record(2)))
+    assert [record.step for record in rig.written] == [0, 1]
+    rig.serve(0)
+    rig.crash(1, records=(rig.record(2),))
+    assert rig.ended is not None
+    assert [record.step for record in rig.written] == [0, 1, 2]
+
+
 # ── leaving and stopping ────────────────────────────────────────────────────────────────────────────
 
 

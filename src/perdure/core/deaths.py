@@ -176,6 +176,8 @@ class Deaths:
         decision = self._decide(worker, death, detected_by, detect_s, ready)
         if decision.action != "stop":
             return False
+        for record in worker.crash.records if worker.crash else ():
+            self._office.record(record)
         if worker.crash and worker.crash.kind.startswith("perdure."):
             self._office.end(
                 decision.exit_code,

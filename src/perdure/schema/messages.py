@@ -209,7 +209,8 @@ class Crashed(Message, frozen=True):
 
     `kind` is the exception type's qualified name, `where` the innermost line of the user's own code, as
     file:line; `user` is set for what a restart cannot mend: wrong use of perdure, a syntax error; `doing` is
-    what the worker's progress page says.
+    what the worker's progress page says; `records` are the lines of steps that it has committed and the
+    others have not confirmed: if the error ends the run nobody else tells them.
     """
 
     kind: str
@@ -218,6 +219,7 @@ class Crashed(Message, frozen=True):
     exit_code: int
     user: bool = False
     doing: Progress | None = None
+    records: tuple[Record, ...] = ()
 
 
 WorkerMessage = (

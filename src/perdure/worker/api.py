@@ -287,6 +287,7 @@ class Job:
         runtime.groups = Groups(context.worker, listener, runtime.ear)
         self._patient = Patient(runtime, context.data_key)
         self._runtime = runtime
+        context.unconfirmed = runtime.unconfirmed
         position = Position(worker=context.worker)
         self._send(msg.Ready(listener.host, listener.port, shape, position, warning))
         return runtime

@@ -21,6 +21,7 @@ import sysconfig
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
@@ -28,6 +29,7 @@ import perdure
 from perdure.schema.errors import PerdureError, UsageError
 from perdure.schema.ids import WorkerId
 from perdure.schema.messages import Crashed, Fork, Progress, WorkerMessage
+from perdure.schema.plan import Record
 from perdure.schema.wire import encode
 from perdure.worker.lifeline import Lifeline
 from perdure.worker.progress import ProgressPage
@@ -36,13 +38,14 @@ TRACEBACK_CHARS: Final = 65536
 _SEND_WAIT_S = 5.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Context:
     """What a worker has from its launcher.
 
     `control` is a blocking stream socket to the agent that carries frames of `schema.messages`; one thread
     may read it, everyone writes through `send`. `host` is where peers reach this node, `data_key` opens
-    connections between the job's workers.
+    connections between the job's workers. `unconfirmed` gives the lines of steps that this worker has
+    committed and the others have not confirmed, for its last words.
     """
 
     worker: WorkerId
@@ -52,6 +55,7 @@ class Context:
     progress: ProgressPage
     data_key: bytes
     lifeline: Lifeline
+    unconfirmed: Callable[[], tuple[Record, ...]] = tuple
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: WorkerMessage) -> None:
@@ -218,6 +222,7 @@ def crash(error: BaseException, exit_code: int) -> Crashed:
         exit_code=exit_code,
         user=isinstance(error, UsageError | SyntaxError),
         doing=CONTEXT.doing() if CONTEXT is not None else None,
+        records=CONTEXT.unconfirmed() if CONTEXT is not None else (),
     )
 
 

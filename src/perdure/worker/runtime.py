@@ -11,6 +11,7 @@ which every action that could concern it notifies.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import msgspec
 
 from perdure.core import member as core
 from perdure.core.member import Do, Member
+from perdure.core.step import with_digest
 from perdure.schema import messages as msg
 from perdure.schema.errors import ProtocolError
 from perdure.schema.ids import Generation, WorkerId
@@ -32,6 +34,9 @@ from perdure.worker.progress import ProgressPage
 from perdure.worker.reduce import Reducer, tell_all
 from perdure.worker.training import Training
 from perdure.worker.transport import Bulk, Later
+
+LAST_WORDS_S = 0.2
+"""A worker that ends by an error waits so long for the lock; what it has to say is no more than useful."""
 
 _PEER = msgspec.msgpack.Decoder(PeerMessage)
 
@@ -273,6 +278,22 @@ class Runtime:
             generation = self.member.plan.generation if self.member.plan else Generation(0, 0)
             self.reducer.forget_older(generation, self.member.committed + 1)
             self.changed.notify_all()  # a donor's desk may wait for it
+
+    def unconfirmed(self) -> tuple[Record, ...]:
+        """The lines of committed steps that are not known to be written, oldest first. For a worker's end.
+
+        Never raises, and waits for no thread for long.
+        """
+        if not self.lock.acquire(timeout=LAST_WORDS_S):
+            return ()
+        try:
+            records, last = dict(self.member.records), self.member.committed
+            if last in records and not (self.member.committing or self.member.healing):
+                with contextlib.suppress(Exception):  # the state itself may be what the error is about
+                    records[last] = with_digest(records[last], self.training.digest(last))
+            return tuple(records[step] for step in sorted(records))
+        finally:
+            self.lock.release()
 
     def wait_for(self, what: Callable[[], bool], phase: Phase = Phase.WAIT) -> None:
         """Wait until `what` (asked under the lock) is true."""
