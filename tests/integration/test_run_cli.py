@@ -223,7 +223,7 @@ def test_the_same_error_again_is_the_scripts_and_ends_the_run_with_its_traceback
     assert run.steps() == [0, 1, 2]
     last = run.printed.rstrip().splitlines()[-3:]
     assert any("ValueError: no such luck" in line for line in last), run.printed
-    assert re.search(r"^perdure: ValueError.* at \S+:30 again .*: an error of the script$", run.printed, re.M)
+    assert re.search(r"^perdure: ValueError.* at \S+misbehaving\.py:\d+ again .*: an error of the script$", run.printed, re.M)
     assert "misbehaving.py:" in run.printed
     assert len(run.events("fault_detected")) <= 2 + 1  # at most every worker's first error and one more
 
