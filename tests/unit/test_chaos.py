@@ -116,14 +116,14 @@ def test_a_target_fits_whom_it_names() -> None:
 # ── the campaign ────────────────────────────────────────────────────────────────────────────────────
 
 
-def row(worker: int, state: str, pid: int = 1) -> PsRow:
+def row(worker: int, state: str, pid: int | None = 1) -> PsRow:
     return PsRow(
         id=worker, node="n", pid=pid, state=state, generation="1.1", step=0, phase="data", micro_batch=0
     )
 
 
 def test_a_campaign_is_its_seed_and_spares_the_last_active_worker() -> None:
-    rows = [row(0, "active"), row(1, "active"), row(2, "standby"), row(3, "starting", pid=0)]
+    rows = [row(0, "active"), row(1, "active"), row(2, "standby"), row(3, "starting", pid=None)]
 
     def choices(seed: int) -> list[int | None]:
         campaign = Campaign(seed, every_s=2.0)
