@@ -214,7 +214,7 @@ def _two_optimizers(seed: int) -> Parts:
     first = torch.optim.Adam(encoder.parameters(), lr=0.01, amsgrad=True)
     second = torch.optim.RMSprop(head.parameters(), lr=0.01, momentum=0.5)
     schedulers = [
-        torch.optim.lr_scheduler.OneCycleLR(first, max_lr=0.02, total_steps=100),
+        torch.optim.lr_scheduler.OneCycleLR(first, max_lr=0.02, total_steps=100_000),
         torch.optim.lr_scheduler.ExponentialLR(second, 0.9),
     ]
     averaged = torch.optim.swa_utils.AveragedModel(

@@ -103,7 +103,8 @@ class Link:
         """Send now, or after the next hello. A `Status` is only sent now: the next one replaces it."""
         data = encode(message)
         if self._writer is not None:
-            self._writer.write(data)
+            if not self._writer.is_closing():  # it is lost then, and known to be in a moment
+                self._writer.write(data)
             if self._writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
                 self._writer.transport.abort()
         elif not isinstance(message, Status):

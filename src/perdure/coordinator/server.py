@@ -272,7 +272,7 @@ class Server:
         who = self.job.staff.workers.get(worker)
         writer = self._agents.get(who.node) if who is not None else None
         if writer is not None:
-            writer.write(encode(message))
+            _tell(writer, message)
 
     def _start_worker(self, start: core.Start) -> None:
         nodes = self.job.staff.nodes
@@ -301,7 +301,7 @@ class Server:
         self._run_dir.keep(msgspec.structs.replace(self._run_dir.job, next_worker=used))
         writer = self._agents.get(start.node)
         if writer is not None:
-            writer.write(encode(msg.StartWorker(start.worker, env)))
+            _tell(writer, msg.StartWorker(start.worker, env))
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -332,9 +332,15 @@ class Server:
 
     def _end(self, end: core.End) -> None:
         for writer in self._agents.values():
-            writer.write(encode(msg.EndAgent(end.exit_code, end.message)))
+            _tell(writer, msg.EndAgent(end.exit_code, end.message))
         if not self.ended.done():
             self.ended.set_result(end)
+
+
+def _tell(writer: asyncio.StreamWriter, message: msg.CoordinatorToAgent) -> None:
+    """Send; a connection that is lost takes nothing, and asyncio would print that it did not."""
+    if not writer.is_closing():
+        writer.write(encode(message))
 
 
 async def _remove(partial: Path) -> None:

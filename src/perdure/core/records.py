@@ -56,6 +56,10 @@ class Records:
             out.append(Write(ready))
         return out
 
+    def restart(self) -> None:
+        """Everybody was lost: what waits for an earlier step's line is of a life that is over."""
+        self._waiting.clear()
+
     def resumed(self, step: int) -> None:
         """Training goes on after `step`, whose lines up to it are known or lost for good.
 
