@@ -223,7 +223,11 @@ def test_the_same_error_again_is_the_scripts_and_ends_the_run_with_its_traceback
     assert run.steps() == [0, 1, 2]
     last = run.printed.rstrip().splitlines()[-3:]
     assert any("ValueError: no such luck" in line for line in last), run.printed
-    assert re.search(r"^perdure: ValueError.* at \S+misbehaving\.py:\d+ again .*: an error of the script$", run.printed, re.M)
+    assert re.search(
+        r"^perdure: ValueError.* at \S+misbehaving\.py:\d+ again .*: an error of the script$",
+        run.printed,
+        re.M,
+    )
     assert "misbehaving.py:" in run.printed
     assert len(run.events("fault_detected")) <= 2 + 1  # at most every worker's first error and one more
 
@@ -243,6 +247,16 @@ def test_a_run_whose_readers_are_gone_goes_on_without_them(tmp_path: Path) -> No
         assert process.wait(DEADLINE_S) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert (report["committed_steps"], len(report["faults"])) == (6, 1)
+
+
+def test_a_run_without_standard_streams(tmp_path: Path) -> None:
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    command = [*closed, PERDURE, "run", "--run-dir", tmp_path / "run", MISBEHAVING, "nothing", tmp_path]
+    assert (
+        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S).returncode
+        == 0
+    )
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 6
 
 
 def test_a_full_disk_stops_nobody_and_nothing_is_lost(launcher: Launcher) -> None:

@@ -280,6 +280,21 @@ def test_a_checkpoint_that_is_not_everybodys_is_thrown_away(found: str) -> None:
     assert rig.events("checkpoint_refused")
 
 
+def test_the_last_state_is_written_by_another_when_one_has_it_wrong() -> None:
+    """P17: its memory may have been damaged after it had finished."""
+    rig = training(workers=2, checkpoint_every=100)
+    rig.commit()
+    rig.finish()
+    asked = [worker for worker in (0, 1) if rig.told(worker, msg.Checkpoint)]
+    assert len(asked) == 1
+    (first,) = asked
+    rig.say(first, msg.CheckpointWritten(1, "damaged", "/c/1.partial", 10, 0.1))
+    assert rig.discarded == ["/c/1.partial"]
+    rig.write(1 - first, 1)
+    assert rig.events("checkpoint_written")[-1]["step"] == 1
+    assert rig.told(1 - first, msg.Release)
+
+
 def test_an_evaluation_goes_on_with_whoever_is_left() -> None:
     rig = training(workers=2)
     for worker in (0, 1):

@@ -46,6 +46,7 @@ def _parser(names: Sequence[str]) -> _Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (DESIGN §7): errors are one line on stderr."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
         parsed, unknown = _parser(args[:1]).parse_known_args(args)
         if unknown:
@@ -61,6 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that the caller has closed (`>&-`) lead nowhere, and no file gets their numbers."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 (until the end)
 
 
 if __name__ == "__main__":

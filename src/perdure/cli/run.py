@@ -190,7 +190,8 @@ class Launch:
             files.close()
             with contextlib.suppress(OSError):
                 (self.run_dir / ACCESS).unlink()
-            self._report()
+            if not files.gone:
+                self._report()
 
     def _script(self) -> tuple[str, ...]:
         args = self.args

@@ -113,6 +113,9 @@ class RunDir:
         self._failing = False
         self._unkept = False
         path.mkdir(parents=True, exist_ok=True)
+        self._identity = _identity(path)
+        self.gone = False
+        """Whether the directory was removed while this was at work (another may have its name now)."""
         self.job = self._read_job()
         self.digests = self._resume_metrics()
         for file in (SAMPLES, EVENTS):
@@ -187,15 +190,20 @@ class RunDir:
         self._write()
         for file in (self._samples, self._metrics, self._events):
             file.close()
-            if file.lacks:
+            if file.lacks and not self.gone:
                 self._say(f"the last {file.lacks} bytes of {file.path} could not be written and are lost")
-        if not self.path.exists():
-            self._say(
-                f"the run directory {self.path} was removed: its metrics, events and checkpoints are lost"
-            )
 
     def _write(self) -> None:
         """Bring everything that waits to the disk; what fails waits on."""
+        if self.gone:
+            return
+        if _identity(self.path) != self._identity:
+            self.gone = True
+            self._say(
+                f"the run directory {self.path} was removed, its metrics, events and checkpoints are lost; "
+                "training goes on"
+            )
+            return
         try:
             if self._samples.lacks:
                 self._samples.write()
@@ -239,6 +247,15 @@ class RunDir:
                         continue
                     digests.setdefault(found.step, found.digest)
         return digests
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a directory from another that has its name later; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class _Line(msgspec.Struct):

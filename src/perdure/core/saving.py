@@ -131,8 +131,10 @@ class Saving:
         elif self._saves > SAVES_MAX:
             self._release()
         else:
-            assert left[0].finished is not None
-            self._save(left[0].finished, left[0].id)
+            # Not the same one again: what it wrote may have been refused for its own memory's sake.
+            writer = left[self._saves % len(left)]
+            assert writer.finished is not None
+            self._save(writer.finished, writer.id)
 
     def tail_crashed(self, worker: Worker) -> None:
         """The script failed after its loop: run it again, from the last checkpoint."""
