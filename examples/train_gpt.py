@@ -35,7 +35,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="loader processes of each worker")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", action="store_true", help="print generated text at the end")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.data is not None and not args.data.is_file():
+        parser.error(f"--data {args.data} is not a file; give one to learn, or leave it out")
+    return args
 
 
 def main() -> None:

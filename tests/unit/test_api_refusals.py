@@ -184,6 +184,10 @@ def used_and_skipped(step: Any, loss: torch.Tensor) -> None:
             lambda step, loss: step.backward(loss, scaler=torch.amp.GradScaler("cpu")),
             "this scaler is not protected; give job.protect it too",
         ),
+        (lambda step, loss: step.log(x=2**70), "an integer of 71 bits; 64 are the most"),
+        (lambda step, loss: step.log(x="\ud800"), "text with lone surrogates cannot be written"),
+        (lambda step, loss: step.log(**{"\ud800": 1}), "text with lone surrogates cannot be written"),
+        (lambda step, loss: step.log(x="x" * 70_000), "a text of 70000 characters; 65536 are the most"),
         (lambda step, loss: step.log(loss=1), "perdure writes loss itself; use another name"),
         (lambda step, loss: step.log(x=[1]), "expected a number, string, bool or None, got list"),
         (lambda step, loss: next(iter(step)), "is iterated twice"),
@@ -279,6 +283,8 @@ def test_evaluations_that_do_not_add_up(job: perdure.Job) -> None:
             job.evaluate(lambda _: {next(names): 1.0}, other)
         with pytest.raises(UsageError, match="fn returned float; expected a dict of numbers"):
             job.evaluate(lambda _: 1.0, other)
+        with pytest.raises(UsageError, match="fn returned the name 1; expected text"):
+            job.evaluate(lambda _: {1: 1.0}, other)
 
 
 # ── scalers ─────────────────────────────────────────────────────────────────────────────────────────

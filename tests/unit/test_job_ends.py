@@ -295,6 +295,15 @@ def test_the_last_state_is_written_by_another_when_one_has_it_wrong() -> None:
     assert rig.told(1 - first, msg.Release)
 
 
+def test_a_life_that_ends_before_the_last_line_of_metrics_ends_all_the_same() -> None:
+    """P17: lines of an earlier life may go further than the state that is saved now."""
+    rig = training(workers=1, checkpoint_every=100, last_step=7)
+    rig.commit()
+    rig.finish()
+    rig.write(0, 1)
+    assert rig.told(0, msg.Release)
+
+
 def test_an_evaluation_goes_on_with_whoever_is_left() -> None:
     rig = training(workers=2)
     for worker in (0, 1):

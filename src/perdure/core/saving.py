@@ -30,6 +30,7 @@ class Saving:
         self._checkpoints = ckpt.Checkpoints(office.settings.checkpoint_every)
         self._publishing = False
         self._saves = 0
+        self._last_step = -1
         self.restorable = office.settings.checkpoints
 
     # ── on the way ──────────────────────────────────────────────────────────────────────────────────
@@ -62,7 +63,8 @@ class Saving:
         """A worker could not write."""
         office = self._office
         office.event("checkpoint_refused", step=message.step, path="", message=message.reason)
-        office.say(f"checkpoint of step {message.step} failed: {message.reason}; training goes on")
+        then = "training goes on" if office.phase == "training" else "the last state is not saved"
+        office.say(f"checkpoint of step {message.step} failed: {message.reason}; {then}")
         self._carry(self._checkpoints.failed(worker, message.step, now))
         self._settled(message.step)
 
@@ -106,6 +108,7 @@ class Saving:
         office.phase = "saving"
         step = workers[members[0]].finished
         assert step is not None
+        self._last_step = step
         for record in [workers[w].last_record for w in members]:
             if record is not None:
                 self.record(record)  # P18: now all are known to have the last step
@@ -155,7 +158,8 @@ class Saving:
 
     def _settled(self, step: int) -> None:
         """A checkpoint of `step` is in place, or will not be: if it was the last, members may go."""
-        if self._office.phase == "saving" and step >= self._office.records.last:
+        # Not the last line of metrics.jsonl: that may be of a life that came further before all was lost.
+        if self._office.phase == "saving" and step >= self._last_step:
             self._release()
 
     def _release(self) -> None:

@@ -49,7 +49,7 @@ from perdure.worker.progress import ProgressPage
 from perdure.worker.rng import fix_threads, generators_kept, seed_evaluation, seed_everything
 from perdure.worker.runtime import Runtime
 from perdure.worker.saver import Saver
-from perdure.worker.step import Step
+from perdure.worker.step import Step, is_text
 from perdure.worker.training import Training
 from perdure.worker.unwinding import unwinding
 
@@ -73,7 +73,8 @@ def join(seed: int = 0, exact: bool = True) -> Job:
         raise UsageError("perdure.join was called twice: keep the job that the first call returned")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"perdure.join: seed={seed!r}; expected an integer")
-    fix_threads(int(os.environ.get("OMP_NUM_THREADS", "1") or "1"))
+    outermost = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is for nested ones
+    fix_threads(int(outermost) if outermost.isdecimal() and int(outermost) else 1)
     _joined = Job(seed, exact)
     seed_everything(seed, "join")
     return _joined
@@ -518,6 +519,9 @@ def _values(result: Any) -> tuple[dict[str, float], float]:
     values, weight = result if isinstance(result, tuple) else (result, 1.0)
     if not isinstance(values, dict):
         raise UsageError(f"job.evaluate: fn returned {type(values).__name__}; expected a dict of numbers")
+    for name in values:
+        if not isinstance(name, str) or not is_text(name):
+            raise UsageError(f"job.evaluate: fn returned the name {name!a}; expected text")
     return {name: float(value) for name, value in values.items()}, float(weight)
 
 

@@ -77,8 +77,9 @@ class Context:
         if self._lock.acquire(timeout=_SEND_WAIT_S):
             try:
                 self.control.sendall(encode(message))
-            except OSError:
-                pass  # the agent is gone, and this process goes with it
+            except Exception as error:  # without an agent this process goes with it
+                if not isinstance(error, OSError):
+                    traceback.print_exc()
             finally:
                 self._lock.release()
 

@@ -26,11 +26,13 @@ def end(error: BaseException) -> NoReturn:
     """Print the error, tell the agent, and end this process: with the code of an error in the script's use
     of perdure, else with EXIT."""
     code = error.exit_code if isinstance(error, UsageError) else EXIT
-    traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.flush()
-    if boot.CONTEXT is not None:
-        boot.CONTEXT.last_words(boot.crash(error, code))
-    os._exit(code)
+    try:
+        traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.flush()
+        if boot.CONTEXT is not None:
+            boot.CONTEXT.last_words(boot.crash(error, code))
+    finally:  # whatever else may be wrong
+        os._exit(code)
 
 
 def fatal(call: Callable[_P, None]) -> Callable[_P, None]:

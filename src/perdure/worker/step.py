@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from perdure.schema.errors import UsageError
@@ -15,6 +16,9 @@ from perdure.worker.data import MicroBatches
 from perdure.worker.loader import Loader
 from perdure.worker.rng import seed_commit, seed_micro_batch
 from perdure.worker.runtime import Runtime
+
+TEXT_MAX = 1 << 16
+"""Characters of a text that is logged: it goes to every peer, and into a line of metrics.jsonl."""
 
 
 class Step:
@@ -182,6 +186,8 @@ class Step:
     def log(self, **values: Any) -> None:
         """Add values to the step's line of metrics.jsonl; numbers, strings, booleans, None.
 
+        Tensors and numpy's scalars of one element are taken as numbers; integers have up to 64 bits.
+
         Raises UsageError for other values, and once the loop has gone on to the next step.
         """
         if self.over:
@@ -189,11 +195,32 @@ class Step:
                 f"step.log: step {self.index} is committed and its line is written; log in the loop's body"
             )
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
+            if (isinstance(value, torch.Tensor) and value.numel() == 1) or isinstance(value, np.generic):
                 value = value.item()
             if value is not None and not isinstance(value, bool | int | float | str):
                 kind = type(value).__name__
                 raise UsageError(f"step.log({name}=…): expected a number, string, bool or None, got {kind}")
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+                raise UsageError(
+                    f"step.log({name}=…): an integer of {value.bit_length()} bits; 64 are the most"
+                )
+            if isinstance(value, str) and len(value) > TEXT_MAX:
+                raise UsageError(
+                    f"step.log({name}=…): a text of {len(value)} characters; {TEXT_MAX} are the most"
+                )
+            if not is_text(name) or (isinstance(value, str) and not is_text(value)):
+                raise UsageError(
+                    f"step.log({name!a}=…): text with lone surrogates cannot be written as UTF-8"
+                )
             if name in ("step", "loss", "digest", "time", "workers"):
                 raise UsageError(f"step.log({name}=…): perdure writes {name} itself; use another name")
             self.logged[name] = value
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written: file names that are not UTF-8 come with surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

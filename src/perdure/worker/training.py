@@ -100,8 +100,8 @@ class Training:
         if new or gone:
             raise ProtectError(
                 f"the protected objects train other parameters than when job.steps began ({new} new, {gone} "
-                "gone): gradients of new ones would not be summed; have all before job.protect, and change "
-                "their values in place"
+                "gone): gradients of new ones would not be summed; have all before job.protect, decide "
+                "requires_grad there, and change their values in place"
             )
         return digest
 
