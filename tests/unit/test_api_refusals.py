@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ import perdure
 from perdure.schema.errors import ProtectError, UsageError
 from perdure.state.shelf import read_manifest
 from perdure.worker import api
+from perdure.worker.api import EVALUATION_LOADERS_MAX
 from tasks import Numbers
 
 Batches = Callable[..., perdure.MicroBatches]
@@ -285,6 +287,20 @@ def test_evaluations_that_do_not_add_up(job: perdure.Job) -> None:
             job.evaluate(lambda _: 1.0, other)
         with pytest.raises(UsageError, match="fn returned the name 1; expected text"):
             job.evaluate(lambda _: {1: 1.0}, other)
+
+
+def test_loader_processes_of_old_evaluations_are_ended(job: perdure.Job) -> None:
+    """A script may make its MicroBatches anew each time."""
+    training = Training(job)
+    job.protect(model=training.model, optimizer=training.optimizer)
+    for step in job.steps(training.batches, until=1):
+        for x, _, _ in step:
+            step.backward(training.model(x).mean())
+        for _ in range(EVALUATION_LOADERS_MAX + 2):
+            fresh = perdure.MicroBatches(Numbers(8), 4, 2, num_workers=1)
+            assert job.evaluate(lambda _: {"a": 1.0}, fresh) == {"a": 1.0}
+        assert len(psutil.Process().children()) == EVALUATION_LOADERS_MAX
+    assert not psutil.Process().children()
 
 
 # ── scalers ─────────────────────────────────────────────────────────────────────────────────────────

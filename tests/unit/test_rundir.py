@@ -60,6 +60,20 @@ def test_a_step_has_no_line_before_its_samples_have(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "samples.jsonl")] == [0, 1, 2]
 
 
+def test_a_damaged_line_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    files = RunDir(tmp_path, "job", lambda _: None)
+    for step in range(3):
+        files.record(record(step))
+    files.close()
+    samples = tmp_path / "samples.jsonl"
+    damaged = samples.read_text().splitlines(keepends=True)
+    damaged[1] = "\x00" + damaged[1][1:]
+    later = json.dumps({"step": 9, "micro_batch": 0, "worker": 0, "ids": [1]}) + "\n"
+    samples.write_text("".join(damaged) + later)
+    assert RunDir(tmp_path, "job", lambda _: None).last_step == 2
+    assert samples.read_text() == "".join(damaged)
+
+
 def test_what_is_lost_in_the_end_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     files = RunDir(tmp_path, "job", said.append)

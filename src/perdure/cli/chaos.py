@@ -7,6 +7,7 @@ did not, 3 the run ended before all faults struck.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,9 +99,13 @@ class _Line(msgspec.Struct):
 
 
 def _lines(path: Path) -> list[_Line]:
-    """The whole lines of a file that is being written."""
+    """The whole lines of a file that is being written; without those that cannot be read."""
     data = path.read_bytes() if path.exists() else b""
-    return [msgspec.json.decode(line, type=_Line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+    found = []
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=_Line))
+    return found
 
 
 def _last_step(run_dir: Path) -> int:

@@ -264,13 +264,20 @@ class _Line(msgspec.Struct):
 
 
 def _cut_after(path: Path, last_step: int) -> None:
-    """Drop the lines from the first one on that is of a later step; lines are in the order of steps."""
+    """Drop the lines from the first one on that is of a later step; lines are in the order of steps.
+
+    A line that cannot be read, damaged by others, stays where it is.
+    """
     if not path.exists():
         return
     kept = 0
     with open(path, "r+b") as file:
         for line in file:
-            if msgspec.json.decode(line, type=_Line).step > last_step:
+            try:
+                step = msgspec.json.decode(line, type=_Line).step
+            except msgspec.DecodeError:
+                step = -1
+            if step > last_step:
                 file.truncate(kept)
                 return
             kept += len(line)

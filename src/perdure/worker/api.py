@@ -53,6 +53,9 @@ from perdure.worker.step import Step, is_text
 from perdure.worker.training import Training
 from perdure.worker.unwinding import unwinding
 
+EVALUATION_LOADERS_MAX = 4
+"""A script may make its MicroBatches anew for every evaluation; not all their processes are kept."""
+
 _joined: Job | None = None
 
 
@@ -186,7 +189,7 @@ class Job:
                 "the evaluation, of the same data set if that is meant"
             )
         batches.bind(self.seed, 1)
-        loader = self._loaders.setdefault(id(batches), Loader(batches, "evaluation"))
+        loader = self._evaluation_loader(batches)
         items = [(s, m) for s in range(batches.steps_per_epoch) for m in batches.micro_batches(s)]
         index, step.evaluations = step.evaluations, step.evaluations + 1
 
@@ -417,6 +420,14 @@ class Job:
         if runtime.inbox.release.exit_code:
             raise SystemExit(runtime.inbox.release.exit_code)
 
+    def _evaluation_loader(self, batches: MicroBatches) -> Loader:
+        """The loader of these batches; those used last are kept, with their processes, for the next time."""
+        loader = self._loaders.pop(id(batches), None) or Loader(batches, "evaluation")
+        self._loaders[id(batches)] = loader
+        while len(self._loaders) > EVALUATION_LOADERS_MAX:
+            self._loaders.pop(next(iter(self._loaders))).close()
+        return loader
+
     def _close_loaders(self) -> None:
         for loader in self._loaders.values():
             loader.close()
@@ -476,6 +487,12 @@ class Job:
                 if inbox.answers:
                     answer = inbox.answers.pop(0)
                     if (answer.step, answer.index) == (step, index):
+                        if len(answer.values) != count:
+                            raise UsageError(
+                                f"after step {step} another worker called job.evaluate or job.save "
+                                f"for {len(answer.values)} parts where this one did for {count}: call the same "
+                                "on all workers, in the same order"
+                            )
                         return answer
                     continue
                 deal = inbox.deals.pop(0)
