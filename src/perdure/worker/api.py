@@ -490,8 +490,8 @@ class Job:
                         if len(answer.values) != count:
                             raise UsageError(
                                 f"after step {step} another worker called job.evaluate or job.save "
-                                f"for {len(answer.values)} parts where this one did for {count}: call the same "
-                                "on all workers, in the same order"
+                                f"for {len(answer.values)} parts where this one did for {count}: call the "
+                                "same on all workers, in the same order"
                             )
                         return answer
                     continue
