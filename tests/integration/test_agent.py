@@ -323,7 +323,7 @@ def test_progress_is_told_when_it_changes(loop: Loop, stage: Stage) -> None:
         from perdure.worker import boot
         for step in range(2):
             boot.CONTEXT.progress.write(Phase.COMPUTE, step, 3, 8 * step)
-            time.sleep(0.6)
+            time.sleep(0.6)  # longer than the agent waits between two looks at the page
     """
 
     async def run() -> list[Any]:
@@ -480,7 +480,7 @@ FAMILY = """
     same = subprocess.Popen(["sleep", "60"])
     daemon = subprocess.Popen(["sleep", "60"], start_new_session=True)
     print("pids", os.getpid(), same.pid, daemon.pid, flush=True)
-    time.sleep(60)
+    time.sleep(60)  # until it is killed
 """
 
 
@@ -518,7 +518,7 @@ async def main():
         await stage.until(lambda: stage.lines(worker))
         print(stage.lines(worker)[0], flush=True)
     print("pids", stage.zygote_pid(), flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(60)  # until it is killed
 
 asyncio.run(main())
 """
@@ -538,7 +538,7 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
         killed = time.perf_counter()
     while left := [pid for pid in living(pids) if not _is_zombie(pid)]:
         assert time.perf_counter() - killed < 5, left
-        time.sleep(0.005)
+        time.sleep(0.005)  # they are other processes' children: their ends give this one no event
     print(f"launcher killed → nothing left: {1000 * (time.perf_counter() - killed):.0f} ms")
 
 

@@ -38,7 +38,7 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not true():
         assert time.monotonic() < deadline, what
-        time.sleep(0.005)
+        time.sleep(0.005)  # what other processes do gives this one no event
 
 
 def gone(pid: int) -> bool:

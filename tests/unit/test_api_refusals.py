@@ -45,6 +45,14 @@ class Training:
                 body(step, (self.model(x) - y).square().mean())
             self.optimizer.step()
 
+    def after_its_loop(self) -> Iterator[Any]:
+        """One step, handed out where its commit is."""
+        self.job.protect(model=self.model, optimizer=self.optimizer)
+        for step in self.job.steps(self.batches, until=1):
+            for x, _, _ in step:
+                step.backward(self.model(x).mean())
+            yield step
+
 
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
@@ -203,12 +211,9 @@ def test_what_a_step_refuses(body: Callable[[Any, torch.Tensor], None], text: st
 
 def test_backward_after_the_step(job: perdure.Job) -> None:
     training = Training(job)
-    job.protect(model=training.model, optimizer=training.optimizer)
-    for step in job.steps(training.batches, until=1):
-        for x, _, _ in step:
-            step.backward(training.model(x).mean())
+    for step in training.after_its_loop():
         with pytest.raises(UsageError, match="for a micro-batch in hand"):
-            step.backward(training.model(x).mean())
+            step.backward(training.model(torch.ones(4, 12)).mean())
 
 
 def test_leaving_a_step_before_its_end(job: perdure.Job) -> None:
@@ -245,10 +250,7 @@ def test_saving_where_something_else_is(kind: str, text: str, tmp_path: Path, jo
     target = {"below a file": target / "x", "root": Path("/")}.get(kind, target)
     before = sorted(tmp_path.rglob("*"))
     training = Training(job)
-    job.protect(model=training.model, optimizer=training.optimizer)
-    for step in job.steps(training.batches, until=1):
-        for x, _, _ in step:
-            step.backward(training.model(x).mean())
+    for _ in training.after_its_loop():
         with pytest.raises(UsageError, match=text):
             job.save(target)
     assert sorted(tmp_path.rglob("*")) == before
@@ -292,10 +294,7 @@ def test_evaluations_that_do_not_add_up(job: perdure.Job) -> None:
 def test_loader_processes_of_old_evaluations_are_ended(job: perdure.Job) -> None:
     """A script may make its MicroBatches anew each time."""
     training = Training(job)
-    job.protect(model=training.model, optimizer=training.optimizer)
-    for step in job.steps(training.batches, until=1):
-        for x, _, _ in step:
-            step.backward(training.model(x).mean())
+    for _ in training.after_its_loop():
         for _ in range(EVALUATION_LOADERS_MAX + 2):
             fresh = perdure.MicroBatches(Numbers(8), 4, 2, num_workers=1)
             assert job.evaluate(lambda _: {"a": 1.0}, fresh) == {"a": 1.0}
