@@ -247,7 +247,7 @@ class Member:
     def leaf_arrived(self, bucket: int, first: int, worker: WorkerId) -> bool:
         """A leaf's piece of my shard is here; true when the shard can be folded."""
         exchange = self.round.exchange
-        return exchange is not None and not self._superseded() and exchange.leaf(bucket, first, worker)
+        return exchange is not None and not self.superseded and exchange.leaf(bucket, first, worker)
 
     def span_finished(self, span: Span) -> list[Action]:
         """A span of the finished gradient is here, folded or received.
@@ -255,7 +255,7 @@ class Member:
         After a seal nothing more is taken note of: the leaves it was folded from may change, now that
         the position is reported (P1).
         """
-        if self.round.exchange is None or self._superseded():
+        if self.round.exchange is None or self.superseded:
             return []
         self.round.exchange.span(span)
         self.work.reduced = merge((*self.work.reduced, span))
@@ -362,8 +362,6 @@ class Member:
         self.work, self.round = Work(), Round()
         switch, self._switch, self._announced = self._switch, None, None
         pending, self._pending = self._pending, None
-        plan = self.plan
-        assert plan is not None
         if pending is not None and pending.generation == self.sealed:
             return self._adopt(pending, pending.base)
         if switch is not None and self.sealed <= switch.generation:
@@ -371,7 +369,7 @@ class Member:
         if switch is not None:
             self.left = self.worker not in switch.ranks and not switch.stop
             self.ended = switch.stop
-        if self.sealed > plan.generation:
+        if self.superseded:
             return [Wake()]
         return self._begin()
 
@@ -386,7 +384,7 @@ class Member:
         for record in records:
             self.records.setdefault(record.step, record)
         self._confirmed = max(self._confirmed, self.committed - 1)
-        if self._superseded():
+        if self.superseded:
             self.work.queue = []
             return [Wake()]
         return [Wake(), *self._resend_records(), *self._progress()]
@@ -402,6 +400,11 @@ class Member:
         self.ended = self._broke_off = True
         self.work, self.round = Work(), Round()
         return [Wake()]
+
+    @property
+    def superseded(self) -> bool:
+        """Whether the generation of the plan is sealed: nothing more of it counts."""
+        return self.plan is not None and self.sealed > self.plan.generation
 
     # ── what follows from it ────────────────────────────────────────────────────────────────────────
 
@@ -518,7 +521,7 @@ class Member:
     def _progress(self) -> list[Action]:
         """See whether the round came further: headers complete, whole, everybody holds."""
         plan, now = self.plan, self.round
-        if plan is None or now.exchange is None or now.refused or self._superseded():
+        if plan is None or now.exchange is None or now.refused or self.superseded:
             return []  # after a seal nothing is promised any more: the position is out
         actions: list[Action] = []
         if set(now.headers) >= set(plan.ranks) and not now.whole:
@@ -576,9 +579,6 @@ class Member:
             Tell(msg.Published(self.records[step])) for step in sorted(self.records) if step < self.committed
         ]
         return [*earlier, Tell(msg.Finished(self.committed, self.digest, last, self._broke_off))]
-
-    def _superseded(self) -> bool:
-        return self.plan is not None and self.sealed > self.plan.generation
 
     def _may_commit(self) -> bool:
         plan, now = self.plan, self.round

@@ -123,7 +123,8 @@ class Reducer:
             if self._extra is not None and self._gives_buffers(attempt):
                 attempt.expected += peers
         self._attempt = attempt
-        final = attempt.exchange.final(self._member.work.held)
+        # Taken here: by the time they are contributed another plan may have let them go.
+        final = [(first, self._leaves.get(first)) for first in attempt.exchange.final(self._member.work.held)]
         gives = self._extra is not None and self._gives_buffers(attempt) and self._buffers.left is not None
         parked = (attempt.generation, attempt.step) in self._parked
         if start.exchange.gather or final or gives or parked or not attempt.expected:
@@ -152,12 +153,13 @@ class Reducer:
 
     def leaf_final(self, micro_batch: int, entries: Sequence[Entry]) -> None:
         """With this micro-batch a term may be complete that the round wants."""
-        attempt = self._attempt
-        first = self._term(attempt, self._member.work.held, micro_batch) if attempt is not None else None
-        if attempt is None or attempt.spoilt or first is None:
-            return
-        gradients = self._leaves.get(first)
-        self._note(attempt, entries)
+        with self._lock:
+            attempt = self._attempt
+            first = self._term(attempt, self._member.work.held, micro_batch) if attempt is not None else None
+            if attempt is None or attempt.spoilt or first is None:
+                return
+            gradients = self._leaves.get(first)
+            self._note(attempt, entries)
         rest = [b for b in range(len(self._buckets)) if (first, b) not in attempt.early]
         if rest or attempt.untold:
             self._on_thread(attempt, lambda: self._contribute(attempt, first, gradients, rest))
@@ -271,12 +273,12 @@ class Reducer:
         fold.received(header.first)
         self._advance(attempt, header.bucket, header.first, peer)
 
-    def _started(self, attempt: Attempt, final: Sequence[int]) -> None:
+    def _started(self, attempt: Attempt, final: Sequence[tuple[int, Gradients]]) -> None:
         """The round's own contributions that are ready, and what came before it."""
         if attempt.exchange.gather:
             self._post_gathered(attempt)
-        for first in final:
-            self._contribute(attempt, first, self._leaves.get(first), range(len(self._buckets)))
+        for first, gradients in final:
+            self._contribute(attempt, first, gradients, range(len(self._buckets)))
         if self._extra is not None and self._gives_buffers(attempt) and self._buffers.left is not None:
             self._post_buffers(attempt)
         with self._lock:

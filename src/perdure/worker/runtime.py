@@ -131,7 +131,8 @@ class Runtime:
 
         def begin() -> None:
             with self.lock:
-                if self.member.round.exchange is start.exchange:
+                # Sealed in the meantime, its group is gone already, and its round need not begin.
+                if self.member.round.exchange is start.exchange and not self.member.superseded:
                     transport = self.groups.get(start.plan.generation) if self.groups is not None else None
                     self.reducer.begin(start, transport)
 

@@ -74,7 +74,8 @@ class LeavesAlone(Member):
 class CommitsWhenSealed(Member):
     """P3: a seal does not keep it from committing in the old generation."""
 
-    def _superseded(self) -> bool:
+    @property
+    def superseded(self) -> bool:
         return False
 
     def _may_commit(self) -> bool:
