@@ -28,11 +28,11 @@ ME, GONE, OTHER = 1, 2, 3
 
 
 class Worker:
-    """Worker 1 of a model with one weight, with its two micro-batches of the first generation computed."""
+    """Worker 1, in a first generation in which it has micro-batches 0 and 1 to compute."""
 
     def __init__(self) -> None:
-        weight = torch.nn.Linear(1, 1, bias=False)
-        training = Training({"model": weight})
+        self.weight = torch.nn.Linear(6, 1, bias=False)
+        training = Training({"model": self.weight})
         shape = Shape(per_step=4, blocks=4, until=10, buckets=training.bucket_sizes)
         self.runtime = Runtime(Member(ME, shape), training, lambda message: None, ProgressPage())
         self.listener = Listener("127.0.0.1", bytes(32), ME, lambda sock, hello: sock.close())
@@ -43,9 +43,12 @@ class Worker:
         self.seal(FIRST, ME, GONE, OTHER)
         self.open(FIRST, {ME: (0, 1), GONE: (2,), OTHER: (3,)})
         training.hooks.allowed = True
+
+    def compute(self) -> None:
+        """Compute both."""
         for micro_batch in (0, 1):
             assert self.runtime.next_micro_batch() == micro_batch
-            weight(torch.ones(1, 1)).sum().backward()
+            self.weight(torch.ones(1, 6)).sum().backward()
             self.runtime.finish_micro_batch(Entry(micro_batch, 1.0, 1.0), void=False)
 
     def seal(self, generation: Generation, *members: int) -> None:
@@ -79,25 +82,46 @@ def defects(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     return found
 
 
+class Gate:
+    """Where the transport's thread stops when it is about to contribute a leaf, unless it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        portion = Buckets.portion
+
+        def gated(buckets: Buckets, bucket: int, gradients: Gradients) -> Portion:
+            self.reached.set()
+            assert self.opened.wait(DEADLINE_S)
+            return portion(buckets, bucket, gradients)
+
+        monkeypatch.setattr(Buckets, "portion", gated)
+
+
 @pytest.fixture
-def worker(defects: list[BaseException]) -> Iterator[Worker]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+@pytest.fixture
+def worker(gate: Gate, defects: list[BaseException]) -> Iterator[Worker]:
     """It ends with the test."""
     worker = Worker()
     yield worker
+    gate.opened.set()
     worker.groups.close()
     worker.listener.close()
 
 
 def test_a_round_that_is_sealed_before_it_could_begin_never_begins(
-    worker: Worker, defects: list[BaseException]
+    worker: Worker, gate: Gate, defects: list[BaseException]
 ) -> None:
     """Its memory was still in use when it was opened, and its group is gone when that is over."""
-    still_at_work = threading.Event()
-    worker.mesh(FIRST).submit(lambda: still_at_work.wait(DEADLINE_S) and None)
+    worker.compute()
+    assert gate.reached.wait(DEADLINE_S)
     worker.seal(SECOND, ME, GONE, OTHER)
     worker.open(SECOND, {ME: (), GONE: (2,), OTHER: (3,)})
     worker.seal(THIRD, ME, OTHER)
-    still_at_work.set()
+    gate.opened.set()
     worker.settle(defects)
     assert not defects
 
@@ -106,24 +130,43 @@ def test_a_round_that_is_sealed_before_it_could_begin_never_begins(
 
 
 def test_leaves_that_another_plan_lets_go_may_still_be_on_their_way(
-    worker: Worker, defects: list[BaseException], monkeypatch: pytest.MonkeyPatch
+    worker: Worker, gate: Gate, defects: list[BaseException]
 ) -> None:
     """The round of the second generation is contributing when the third throws all leaves away."""
-    begun, go_on = threading.Event(), threading.Event()
-    portion = Buckets.portion
-
-    def slow(buckets: Buckets, bucket: int, gradients: Gradients) -> Portion:
-        begun.set()
-        assert go_on.wait(DEADLINE_S)
-        return portion(buckets, bucket, gradients)
-
-    monkeypatch.setattr(Buckets, "portion", slow)
+    gate.opened.set()
+    worker.compute()
+    gate.opened.clear()
+    gate.reached.clear()
     worker.seal(SECOND, ME, GONE, OTHER)
     worker.open(SECOND, {ME: (), GONE: (2,), OTHER: (3,)})
-    assert begun.wait(DEADLINE_S)
+    assert gate.reached.wait(DEADLINE_S)
     worker.seal(THIRD, ME, OTHER)
     worker.open(THIRD, {ME: (0, 1, 2), OTHER: (3,)}, ME)
-    go_on.set()
+    gate.opened.set()
     worker.settle(defects)
     assert not defects
     assert worker.runtime.next_micro_batch() == 0
+
+
+def test_what_an_abandoned_round_still_does_does_not_count_for_the_next(
+    worker: Worker, gate: Gate, monkeypatch: pytest.MonkeyPatch, defects: list[BaseException]
+) -> None:
+    """The round of the first generation folds when the second is planned, and has not begun."""
+    worker.compute()
+    assert gate.reached.wait(DEADLINE_S)
+    arrived = Member.leaf_arrived
+    counted: list[int] = []
+
+    def count(member: Member, bucket: int, first: int, worker: int) -> bool:
+        counted.append(first)
+        return arrived(member, bucket, first, worker)
+
+    monkeypatch.setattr(Member, "leaf_arrived", count)
+    before_it_begins: list[list[int]] = []
+    worker.seal(SECOND, ME, OTHER)
+    worker.groups.when_clear(lambda: before_it_begins.append(list(counted)))
+    worker.open(SECOND, {ME: (2,), OTHER: (3,)})
+    gate.opened.set()
+    worker.settle(defects)
+    assert before_it_begins == [[]]
+    assert not defects

@@ -335,7 +335,7 @@ class Reducer:
                 assert attempt.transport is not None
                 attempt.transport.take(peer, header)
         with self._lock:
-            last = self._attempt is attempt and self._member.leaf_arrived(bucket, first, worker)
+            last = self._is_current(attempt) and self._member.leaf_arrived(bucket, first, worker)
         if last:
             attempt.complete.add(bucket)
             self._finish_folds(attempt)
@@ -343,7 +343,7 @@ class Reducer:
     def _finish_folds(self, attempt: Attempt) -> None:
         """Divide the complete shards, once all weights are known, and give them to everybody."""
         with self._lock:
-            weight = self._weight() if self._attempt is attempt else None
+            weight = self._weight() if self._is_current(attempt) else None
         if weight is None:
             return
         for bucket in sorted(attempt.complete):
@@ -416,6 +416,9 @@ class Reducer:
 
     def _post_buffers(self, attempt: Attempt) -> None:
         assert self._extra is not None
+        if (0, self._extra) in attempt.given:
+            return
+        attempt.given.add((0, self._extra))
         span = Span(self._extra, 0, self._buffers.nbytes)
         self._post_to_all(attempt, span, 0)
         self._span_finished(attempt, span)
@@ -442,14 +445,18 @@ class Reducer:
 
     def _maybe_all_sent(self, attempt: Attempt) -> None:
         with self._lock:
-            if self._attempt is attempt and attempt.sent >= attempt.expected and not attempt.said:
+            if self._is_current(attempt) and attempt.sent >= attempt.expected and not attempt.said:
                 attempt.said = True
                 self._perform(self._member.sends_complete())
 
     def _span_finished(self, attempt: Attempt, span: Span) -> None:
         with self._lock:
-            if self._attempt is attempt:
+            if self._is_current(attempt):
                 self._perform(self._member.span_finished(span))
+
+    def _is_current(self, attempt: Attempt) -> bool:
+        """Whether the attempt is that of the member's round: the next may be planned, and not begun here."""
+        return self._attempt is attempt and self._member.round.exchange is attempt.exchange
 
     def _on_thread(self, attempt: Attempt, call: Callable[[], None]) -> None:
         if attempt.transport is None:
