@@ -11,7 +11,7 @@ import torch
 from perdure.core.member import Member
 from perdure.schema import messages as msg
 from perdure.schema.ids import Generation
-from perdure.schema.plan import Address, Entry, Leaf, Plan, Shape
+from perdure.schema.plan import Address, Entry, Leaf, Plan, Shape, Source, Span
 from perdure.worker import defect
 from perdure.worker.gradients import Buckets, Portion
 from perdure.worker.groups import Groups
@@ -19,8 +19,10 @@ from perdure.worker.leaves import Gradients
 from perdure.worker.listener import Listener
 from perdure.worker.mesh import Mesh
 from perdure.worker.progress import ProgressPage
+from perdure.worker.reduce import RESULT
 from perdure.worker.runtime import Runtime
 from perdure.worker.training import Training
+from perdure.worker.transport import Bulk
 
 DEADLINE_S = 10.0
 FIRST, SECOND, THIRD = (Generation(1, number) for number in (1, 2, 3))
@@ -54,12 +56,18 @@ class Worker:
     def seal(self, generation: Generation, *members: int) -> None:
         self.runtime.on_message(msg.Seal(generation, tuple(self.members[member] for member in members)))
 
-    def open(self, generation: Generation, shares: dict[int, tuple[int, ...]], *void: int) -> None:
+    def open(
+        self,
+        generation: Generation,
+        shares: dict[int, tuple[int, ...]],
+        void: tuple[int, ...] = (),
+        gather: tuple[Source, ...] = (),
+    ) -> None:
         """`shares` say who still computes what; what is in none of them is worker 1's, and held by it."""
         members = tuple(self.members[member] for member in shares)
         whose = {micro_batch: worker for worker, share in shares.items() for micro_batch in share}
         leaves = tuple(Leaf(micro_batch, 1, whose.get(micro_batch, ME)) for micro_batch in range(4))
-        plan = Plan(generation, members, -1, (ME, ME, -1, OTHER), shares, leaves, void=void)
+        plan = Plan(generation, members, -1, (ME, ME, -1, OTHER), shares, leaves, gather, void=void)
         self.runtime.on_message(msg.Open(plan))
 
     def settle(self, defects: list[BaseException]) -> None:
@@ -141,7 +149,7 @@ def test_leaves_that_another_plan_lets_go_may_still_be_on_their_way(
     worker.open(SECOND, {ME: (), GONE: (2,), OTHER: (3,)})
     assert gate.reached.wait(DEADLINE_S)
     worker.seal(THIRD, ME, OTHER)
-    worker.open(THIRD, {ME: (0, 1, 2), OTHER: (3,)}, ME)
+    worker.open(THIRD, {ME: (0, 1, 2), OTHER: (3,)}, void=(ME,))
     gate.opened.set()
     worker.settle(defects)
     assert not defects
@@ -169,4 +177,28 @@ def test_what_an_abandoned_round_still_does_does_not_count_for_the_next(
     gate.opened.set()
     worker.settle(defects)
     assert before_it_begins == [[]]
+    assert not defects
+
+
+def test_a_result_that_came_after_the_seal_may_come_again(
+    worker: Worker, gate: Gate, defects: list[BaseException]
+) -> None:
+    """The reported position is without it, so that the plan has it sent once more."""
+    gate.opened.set()
+    worker.compute()
+    span = Span(0, 4, 6)
+    header = Bulk(RESULT, 0, span.bucket, 0, span.lo, span.hi, b"\1")
+    old, new = worker.runtime.ear(FIRST), worker.runtime.ear(SECOND)
+    landing = old.buffer(OTHER, header, 8, False)
+    assert isinstance(landing, memoryview)
+    worker.seal(SECOND, ME, OTHER)
+    old.bulk(OTHER, header, landing)
+
+    worker.open(SECOND, {ME: (), OTHER: ()}, gather=(Source(Span(0, 0, 4), ME), Source(span, OTHER)))
+    worker.settle(defects)
+    landing = new.buffer(OTHER, header, 8, False)
+    assert isinstance(landing, memoryview)
+    new.bulk(OTHER, header, landing)
+    assert worker.runtime.member.work.reduced == (span,)
+    assert not new.buffer(OTHER, header, 8, False), "now it is known"
     assert not defects

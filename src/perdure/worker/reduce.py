@@ -388,9 +388,11 @@ class Reducer:
         return any(leaf.first == 0 for leaf in attempt.exchange.own_leaves)
 
     def _covered(self, span: Span) -> bool:
+        """Whether the member knows of all of the span. What came after a seal may lie here unknown to it."""
+        with self._lock:
+            reduced = self._member.work.reduced
         return any(
-            done.bucket == span.bucket and done.lo <= span.lo and span.hi <= done.hi
-            for done in self.results.spans()
+            done.bucket == span.bucket and done.lo <= span.lo and span.hi <= done.hi for done in reduced
         )
 
     def _note(self, attempt: Attempt, entries: Sequence[Entry]) -> None:

@@ -37,7 +37,7 @@ from perdure.schema.plan import (
 from perdure.sim.protocol.coordinator import SimCoordinator
 from perdure.sim.protocol.faults import POINTS
 from perdure.sim.protocol.healing import Healing, Session
-from perdure.sim.protocol.reducing import Reducing
+from perdure.sim.protocol.reducing import Attempt, Reducing
 from perdure.sim.protocol.search import Config
 from perdure.sim.protocol.simulation import Rig
 from perdure.sim.protocol.symbols import Expression
@@ -60,6 +60,13 @@ class ResultsInLeaves(Reducing):
     def leaf_value(self, leaf: Leaf, span: Span) -> Expression:
         hit = any(s.bucket == span.bucket and s.lo < span.hi and span.lo < s.hi for s in self._landed)
         return "a result" if hit and leaf.first == min(self.runs) else super().leaf_value(leaf, span)
+
+
+class CountsAbandonedRounds(Reducing):
+    """P1: what an abandoned attempt still does counts until the next has begun."""
+
+    def counts(self, attempt: Attempt) -> bool:
+        return self.attempt is attempt
 
 
 class LeavesAlone(Member):
@@ -290,6 +297,7 @@ class Mutant:
 
 MUTANTS: dict[str, Mutant] = {
     "P1": Mutant("P1", Rig(reducing=ResultsInLeaves)),
+    "P1 late": Mutant("P1", Rig(reducing=CountsAbandonedRounds), seeds=2000),
     "P2": Mutant("P2", Rig(member=LeavesAlone)),
     "P3": Mutant("P3", Rig(member=CommitsWhenSealed)),
     "P4": Mutant("P4", Rig(patches=((resume, "provided", claims_dealt_again),))),

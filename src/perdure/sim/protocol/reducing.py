@@ -27,7 +27,7 @@ GARBAGE = "overwritten while it was sent"
 
 @dataclass(slots=True)
 class Attempt:
-    """One (generation, step) as this worker carries it out."""
+    """One (generation, step) as this worker carries it out. Until it has begun one send is pending."""
 
     generation: Generation
     step: int
@@ -35,7 +35,7 @@ class Attempt:
     pieces: list[dict[int, Expression]]
     leaves_sent: set[int] = field(default_factory=set)
     folded: int = 0
-    pending: int = 0
+    pending: int = 1
     out_s: float = 0.0
     overwritten_s: float = math.inf
     said: bool = False
@@ -119,6 +119,7 @@ class Reducing:
         for peer, message in self._parked.pop(key, ()):
             self.arrived(attempt.generation, peer, message)
         self._parked = {k: parked for k, parked in self._parked.items() if k > key}
+        attempt.pending -= 1
         self._check_sent(attempt)
 
     def offer(self) -> None:
@@ -171,8 +172,12 @@ class Reducing:
             self.worker.sim.world.at(attempt.out_s, self.worker.guarded(lambda: self._all_sent(attempt)))
 
     def _all_sent(self, attempt: Attempt) -> None:
-        if self.attempt is attempt:
+        if self.counts(attempt):
             self.worker.perform(self.worker.member.sends_complete())
+
+    def counts(self, attempt: Attempt) -> bool:
+        """P1: whether this is the member's round; the next may be planned already, and not begun here."""
+        return self.attempt is attempt and self.worker.member.round.exchange is attempt.exchange
 
     # ── arrivals ────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,7 +197,7 @@ class Reducing:
         else:
             if overwritten:
                 message.values = (GARBAGE,) * len(message.values)
-            self._take_span(message.span, message.values)
+            self._take_span(attempt, message.span, message.values)
 
     def _take_piece(self, attempt: Attempt, peer: WorkerId, piece: Piece) -> None:
         bucket = piece.span.bucket
@@ -205,20 +210,21 @@ class Reducing:
         if provider is None or provider.worker != peer:
             return
         pieces[piece.first] = piece.value
-        if not self.worker.member.leaf_arrived(bucket, piece.first, peer):
+        if not self.counts(attempt) or not self.worker.member.leaf_arrived(bucket, piece.first, peer):
             return
         self.worker.hook("fold")
         total = symbols.fold(self.shape, pieces.items())
         attempt.folded += 1
         span = piece.span
-        self._take_span(span, (total,) * (span.hi - span.lo))
+        self._take_span(attempt, span, (total,) * (span.hi - span.lo))
         if self.attempt is attempt:
             self._give(attempt, span)
             self._check_sent(attempt)
 
-    def _take_span(self, span: Span, values: Sequence[Expression]) -> None:
+    def _take_span(self, attempt: Attempt, span: Span, values: Sequence[Expression]) -> None:
         self.store(span, values)
-        self.worker.perform(self.worker.member.span_finished(span))
+        if self.counts(attempt):
+            self.worker.perform(self.worker.member.span_finished(span))
 
     def store(self, span: Span, values: Sequence[Expression]) -> None:
         """P1: finished spans land in buffers of their own."""

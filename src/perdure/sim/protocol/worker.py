@@ -9,15 +9,17 @@ process may be killed between any two actions.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from perdure.core import member as core
 from perdure.core.member import Do
 from perdure.schema import messages as msg
-from perdure.schema.ids import NONE, Generation, WorkerId
+from perdure.schema.ids import Generation, WorkerId
 from perdure.schema.plan import Header, Hold, Ledger, Plan, Record, Switched
 from perdure.sim.protocol import symbols
 from perdure.sim.protocol.healing import State
+from perdure.sim.protocol.transports import Transports
 from perdure.sim.protocol.world import DiedError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class SimWorker:
         self._deals: list[int] = []
         self._answers: dict[tuple[int, int], msg.EvaluationAll] = {}
         self._groups: dict[Generation, tuple[set[WorkerId], set[WorkerId]]] = {}
-        self._torn_below = NONE
+        self._transports = Transports(self)
         self._hung_up: set[tuple[Generation, WorkerId]] = set()
         self._finished_at: int | None = None
         self._main = self._run()
@@ -123,13 +125,12 @@ class SimWorker:
                     self._form(generation, [m.worker for m in members if m.worker != self.id])
                 case core.Interrupt(below):
                     self.hook("seal")
-                    self._torn_below = max(self._torn_below, below)
+                    self._transports.interrupt(below)
                     self.sim.fabric.close(self.id, below)
                 case core.DropGroups(below):
                     self.sim.fabric.close(self.id, below)
-                case core.StartExchange(plan, step, _):
-                    self.sim.note(f"w{self.id}", f"begins step {step} in {plan.generation}")
-                    self.reducing.begin(action)
+                case core.StartExchange(plan):
+                    self._transports.when_clear(partial(self._begin, action))
                     self._tell_old_trouble(plan.generation)
                     self.hook("begin")
                 case core.Broadcast(generation, body):
@@ -139,6 +140,12 @@ class SimWorker:
                     self.unfit = None
                     self.reducing.clear()
                     self.sim.judge.voided(self.id)
+
+    def _begin(self, start: core.StartExchange) -> None:
+        """The memory is free: begin the round, unless that is not the one to begin any more."""
+        if self.member.round.exchange is start.exchange and not self.member.superseded:
+            self.sim.note(f"w{self.id}", f"begins step {start.step} in {start.plan.generation}")
+            self.reducing.begin(start)
 
     def _form(self, generation: Generation, peers: list[WorkerId]) -> None:
         self._groups[generation] = (set(peers), set())
@@ -162,7 +169,7 @@ class SimWorker:
         """A connection of a generation is up."""
         wanted, have = self._groups.get(generation, (set(), set()))
         have.add(peer)
-        if have == wanted and generation >= self._torn_below:
+        if have == wanted and generation >= self._transports.torn_below:
             self.perform(self.member.group_formed(generation))
 
     def hung_up(self, generation: Generation, peer: WorkerId) -> None:
@@ -184,12 +191,14 @@ class SimWorker:
 
     def arrived(self, generation: Generation, peer: WorkerId, message: Any) -> None:
         """The data plane: a peer's message, or a part of a sum."""
-        if generation < self._torn_below:
-            return
-        if isinstance(message, Header | Hold | Switched | Ledger):
-            self.perform(self.member.heard(message))
-        else:
-            self.reducing.arrived(generation, peer, message)
+
+        def take() -> None:
+            if isinstance(message, Header | Hold | Switched | Ledger):
+                self.perform(self.member.heard(message))
+            else:
+                self.reducing.arrived(generation, peer, message)
+
+        self._transports.arrived(generation, take)
 
     # ── control thread ──────────────────────────────────────────────────────────────────────────────
 
