@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import queue
+import socket
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
+import msgspec
 import pytest
 import torch
 
@@ -15,6 +20,8 @@ from perdure.schema.plan import Address, Entry, Leaf, Plan, Shape, Source, Span
 from perdure.worker import defect
 from perdure.worker.gradients import Buckets, Portion
 from perdure.worker.groups import Groups
+from perdure.worker.handshake import HEAL, Hello
+from perdure.worker.heal import Ask, Desk
 from perdure.worker.leaves import Gradients
 from perdure.worker.listener import Listener
 from perdure.worker.mesh import Mesh
@@ -29,12 +36,27 @@ FIRST, SECOND, THIRD = (Generation(1, number) for number in (1, 2, 3))
 ME, GONE, OTHER = 1, 2, 3
 
 
+class Counter:
+    """Protected state that a donor's walk may find in the middle of a change."""
+
+    def __init__(self) -> None:
+        self.on_walk: Callable[[], None] = lambda: None
+
+    def state_dict(self) -> dict[str, int]:
+        self.on_walk()
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise NotImplementedError
+
+
 class Worker:
     """Worker 1, in a first generation in which it has micro-batches 0 and 1 to compute."""
 
     def __init__(self) -> None:
         self.weight = torch.nn.Linear(6, 1, bias=False)
-        training = Training({"model": self.weight})
+        self.counter = Counter()
+        training = Training({"model": self.weight, "counter": self.counter})
         shape = Shape(per_step=4, blocks=4, until=10, buckets=training.bucket_sizes)
         self.runtime = Runtime(Member(ME, shape), training, lambda message: None, ProgressPage())
         self.listener = Listener("127.0.0.1", bytes(32), ME, lambda sock, hello: sock.close())
@@ -66,11 +88,11 @@ class Worker:
         """`shares` say who still computes what; what is in none of them is worker 1's, and held by it."""
         members = tuple(self.members[member] for member in shares)
         whose = {micro_batch: worker for worker, share in shares.items() for micro_batch in share}
-        leaves = tuple(Leaf(micro_batch, 1, whose.get(micro_batch, ME)) for micro_batch in range(4))
+        leaves = () if gather else tuple(Leaf(m, 1, whose.get(m, ME)) for m in range(4))
         plan = Plan(generation, members, -1, (ME, ME, -1, OTHER), shares, leaves, gather, void=void)
         self.runtime.on_message(msg.Open(plan))
 
-    def settle(self, defects: list[BaseException]) -> None:
+    def settle(self, defects: Defects) -> None:
         """Wait until the interrupted transports have ended, or something went wrong."""
         settled = threading.Event()
         self.groups.when_clear(settled.set)
@@ -82,12 +104,21 @@ class Worker:
         return mesh
 
 
-@pytest.fixture
-def defects(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+class Defects:
     """What would have ended the worker."""
-    found: list[BaseException] = []
-    monkeypatch.setattr(defect, "end", found.append)
-    return found
+
+    def __init__(self) -> None:
+        self.found: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def __bool__(self) -> bool:
+        return not self.found.empty()
+
+
+@pytest.fixture
+def defects(monkeypatch: pytest.MonkeyPatch) -> Defects:
+    defects = Defects()
+    monkeypatch.setattr(defect, "end", defects.found.put)
+    return defects
 
 
 class Gate:
@@ -111,7 +142,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 @pytest.fixture
-def worker(gate: Gate, defects: list[BaseException]) -> Iterator[Worker]:
+def worker(gate: Gate, defects: Defects) -> Iterator[Worker]:
     """It ends with the test."""
     worker = Worker()
     yield worker
@@ -121,7 +152,7 @@ def worker(gate: Gate, defects: list[BaseException]) -> Iterator[Worker]:
 
 
 def test_a_round_that_is_sealed_before_it_could_begin_never_begins(
-    worker: Worker, gate: Gate, defects: list[BaseException]
+    worker: Worker, gate: Gate, defects: Defects
 ) -> None:
     """Its memory was still in use when it was opened, and its group is gone when that is over."""
     worker.compute()
@@ -138,7 +169,7 @@ def test_a_round_that_is_sealed_before_it_could_begin_never_begins(
 
 
 def test_leaves_that_another_plan_lets_go_may_still_be_on_their_way(
-    worker: Worker, gate: Gate, defects: list[BaseException]
+    worker: Worker, gate: Gate, defects: Defects
 ) -> None:
     """The round of the second generation is contributing when the third throws all leaves away."""
     gate.opened.set()
@@ -157,7 +188,7 @@ def test_leaves_that_another_plan_lets_go_may_still_be_on_their_way(
 
 
 def test_what_an_abandoned_round_still_does_does_not_count_for_the_next(
-    worker: Worker, gate: Gate, monkeypatch: pytest.MonkeyPatch, defects: list[BaseException]
+    worker: Worker, gate: Gate, monkeypatch: pytest.MonkeyPatch, defects: Defects
 ) -> None:
     """The round of the first generation folds when the second is planned, and has not begun."""
     worker.compute()
@@ -181,7 +212,7 @@ def test_what_an_abandoned_round_still_does_does_not_count_for_the_next(
 
 
 def test_a_result_that_came_after_the_seal_may_come_again(
-    worker: Worker, gate: Gate, defects: list[BaseException]
+    worker: Worker, gate: Gate, defects: Defects
 ) -> None:
     """The reported position is without it, so that the plan has it sent once more."""
     gate.opened.set()
@@ -201,4 +232,31 @@ def test_a_result_that_came_after_the_seal_may_come_again(
     new.bulk(OTHER, header, landing)
     assert worker.runtime.member.work.reduced == (span,)
     assert not new.buffer(OTHER, header, 8, False), "now it is known"
+    assert not defects
+
+
+@pytest.mark.parametrize("went_on", [True, False])
+def test_a_walk_through_the_state_may_fail_once_the_worker_went_on(
+    worker: Worker, went_on: bool, defects: Defects
+) -> None:
+    """Nobody waits for a joiner that has died: its donors commit. Else a failure is a defect."""
+    member = worker.runtime.member
+
+    def changed() -> NoReturn:
+        member.committing = went_on
+        raise RuntimeError("dictionary changed size during iteration")
+
+    worker.counter.on_walk = changed
+    ours, theirs = socket.socketpair()
+    with ours:
+        Desk(worker.runtime).on_heal(theirs, Hello(HEAL, FIRST, OTHER, ME))
+        question = msgspec.msgpack.encode(Ask(-1, ""))
+        ours.sendall(struct.pack("<I", len(question)) + question)
+        ours.settimeout(DEADLINE_S)
+        answer = ours.recv(1 << 10)
+        while ours.recv(1 << 10):
+            pass
+    assert bool(answer) is went_on
+    if not went_on:
+        assert isinstance(defects.found.get(timeout=DEADLINE_S), RuntimeError)
     assert not defects

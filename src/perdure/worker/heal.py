@@ -174,10 +174,17 @@ class Desk:
             records = tuple(member.records.values())
         if not holds:
             return None, No(f"this worker is not at step {ask.step}")
-        with self._lock:
-            if self._donor is None or self._donor.session.step != ask.step:
-                self._donor = runtime.training.donor(ask.step)
-            donor = self._donor
+        try:
+            with self._lock:
+                if self._donor is None or self._donor.session.step != ask.step:
+                    self._donor = runtime.training.donor(ask.step)
+                donor = self._donor
+        except Exception:
+            with runtime.lock:
+                if member.committed == ask.step and not (member.committing or member.healing):
+                    raise
+            # The joiner is not waited for any more: the optimizer was at work on what was walked through.
+            return None, No(f"this worker is not at step {ask.step} any more")
         if ask.digest and self._digest(donor) == ask.digest:
             return None, Same(records)
         memory = Memory(os.getpid(), self._token.address, self._token.value, donor.addresses)
