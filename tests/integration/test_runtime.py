@@ -7,7 +7,8 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn, TypeVar
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from perdure.core.member import Member
 from perdure.schema import messages as msg
+from perdure.schema.errors import UsageError
 from perdure.schema.ids import Generation
 from perdure.schema.plan import Address, Entry, Leaf, Plan, Shape, Source, Span
 from perdure.worker import defect
@@ -28,12 +30,16 @@ from perdure.worker.mesh import Mesh
 from perdure.worker.progress import ProgressPage
 from perdure.worker.reduce import RESULT
 from perdure.worker.runtime import Runtime
+from perdure.worker.taking_part import Result, take_part
 from perdure.worker.training import Training
 from perdure.worker.transport import Bulk
 
 DEADLINE_S = 10.0
 FIRST, SECOND, THIRD = (Generation(1, number) for number in (1, 2, 3))
 ME, GONE, OTHER = 1, 2, 3
+
+
+Said = TypeVar("Said")
 
 
 class Counter:
@@ -55,10 +61,11 @@ class Worker:
 
     def __init__(self) -> None:
         self.weight = torch.nn.Linear(6, 1, bias=False)
+        self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.counter = Counter()
         training = Training({"model": self.weight, "counter": self.counter})
         shape = Shape(per_step=4, blocks=4, until=10, buckets=training.bucket_sizes)
-        self.runtime = Runtime(Member(ME, shape), training, lambda message: None, ProgressPage())
+        self.runtime = Runtime(Member(ME, shape), training, self.said.put, ProgressPage())
         self.listener = Listener("127.0.0.1", bytes(32), ME, lambda sock, hello: sock.close())
         self.groups = self.runtime.groups = Groups(ME, self.listener, self.runtime.ear)
         self.members = {
@@ -67,6 +74,12 @@ class Worker:
         self.seal(FIRST, ME, GONE, OTHER)
         self.open(FIRST, {ME: (0, 1), GONE: (2,), OTHER: (3,)})
         training.hooks.allowed = True
+
+    def says(self, kind: type[Said]) -> Said:
+        """The next message of a kind that it sends to the coordinator."""
+        while not isinstance(message := self.said.get(timeout=DEADLINE_S), kind):
+            pass
+        return message
 
     def compute(self) -> None:
         """Compute both."""
@@ -260,3 +273,51 @@ def test_a_walk_through_the_state_may_fail_once_the_worker_went_on(
     if not went_on:
         assert isinstance(defects.found.get(timeout=DEADLINE_S), RuntimeError)
     assert not defects
+
+
+def test_what_was_dealt_twice_is_computed_once_and_not_for_the_next_task(worker: Worker) -> None:
+    """A seal makes the worker ask anew while an item is on its way to it."""
+    runtime, computed = worker.runtime, []
+
+    def compute(item: int) -> Result:
+        computed.append(item)
+        return {"loss": 1.0 + item}, 1.0
+
+    def deal(index: int, item: int) -> None:
+        runtime.on_message(msg.EvaluationDeal(0, index, (item,)))
+
+    def answer(index: int, count: int) -> None:
+        runtime.on_message(msg.EvaluationAll(0, index, ({"loss": 1.0},) * count, (1.0,) * count))
+
+    with ThreadPoolExecutor(1) as main:
+        first = main.submit(take_part, runtime, 0, 0, 8, compute)
+        worker.says(msg.EvaluationAsk)
+        deal(0, 3)
+        assert worker.says(msg.EvaluationResult).micro_batch == 3
+        worker.seal(SECOND, ME, OTHER)
+        worker.says(msg.EvaluationAsk)
+        deal(0, 3)
+        assert worker.says(msg.EvaluationResult).values == {"loss": 4.0}
+        with runtime.lock:
+            deal(0, 7)
+            answer(0, 8)
+        assert len(first.result(DEADLINE_S).values) == 8
+        assert computed == [3]
+
+        second = main.submit(take_part, runtime, 0, 1, 1, compute)
+        worker.says(msg.EvaluationAsk)
+        deal(1, 0)
+        assert worker.says(msg.EvaluationResult).micro_batch == 0
+        answer(1, 1)
+        second.result(DEADLINE_S)
+        assert computed == [3, 0]
+
+
+def test_workers_that_evaluate_different_things_are_told(worker: Worker) -> None:
+    """One of them is dealt an item that it does not have."""
+    with ThreadPoolExecutor(1) as main:
+        task = main.submit(take_part, worker.runtime, 0, 0, 2, lambda item: ({}, 1.0))
+        worker.says(msg.EvaluationAsk)
+        worker.runtime.on_message(msg.EvaluationDeal(0, 0, (5,)))
+        with pytest.raises(UsageError, match="for more parts where this one did for 2"):
+            task.result(DEADLINE_S)

@@ -61,3 +61,12 @@ def test_old_tasks_are_forgotten() -> None:
     tasks.ask(1, KEY, 1)
     tasks.ask(1, (5, 0), 1)
     assert tasks.result(1, KEY, 0, {}, 1.0) == []
+
+
+def test_a_result_that_the_task_does_not_have_changes_nothing() -> None:
+    tasks = Tasks()
+    assert tasks.ask(1, KEY, 1) == [Deal(1, KEY, 0)]
+    assert tasks.result(1, KEY, 7, {"loss": 1.0}, 1.0) == []
+    (answer,) = tasks.result(1, KEY, 0, {"loss": 2.0}, 1.0)
+    assert isinstance(answer, Answer)
+    assert answer.values == ({"loss": 2.0},)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from job_rig import SHAPE, Rig, training
+from job_rig import SHAPE, Rig, digest, training
 from perdure.core.heals import CAUSE
 from perdure.core.job import ALL_LOST
 from perdure.schema import messages as msg
@@ -278,6 +278,24 @@ def test_a_checkpoint_that_is_not_everybodys_is_thrown_away(found: str) -> None:
     assert rig.publish == []
     assert rig.discarded == ["/c/2.partial"]
     assert rig.events("checkpoint_refused")
+
+
+def test_what_is_put_in_place_late_is_not_the_newest() -> None:
+    """Two checkpoints are put in place at once; that of the last state is done first."""
+    rig = training(workers=3, steps=1, checkpoint_every=3)
+    rig.commit(2)
+    rig.say(0, msg.CheckpointWritten(2, digest(2), "/c/2.partial", 10, 0.1))
+    (late,) = rig.publish
+    rig.publish.clear()
+    end_of(rig)
+    rig.write(0, SHAPE.until - 1)
+    rig.take(rig.job.published(late.written, "/c/2", "", rig.now))
+    rig.crash(1)
+    for worker in (1, 0, 2):
+        rig.exit(worker, code=int(worker == 1))
+    rig.started()
+    (restore,) = rig.told(3, msg.Restore)
+    assert restore.paths == (f"/c/{SHAPE.until - 1}", "/c/2")
 
 
 def test_the_last_state_is_written_by_another_when_one_has_it_wrong() -> None:

@@ -8,6 +8,7 @@ is mended by running it again from the last checkpoint, so tail code runs at lea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from perdure.core import checkpoints as ckpt
@@ -28,10 +29,13 @@ class Saving:
     def __init__(self, office: Office) -> None:
         self._office = office
         self._checkpoints = ckpt.Checkpoints(office.settings.checkpoint_every)
-        self._publishing = False
+        self._publishing: dict[str, int] = {}
+        self._placed: dict[str, int] = {}
+        self._numbers = itertools.count(1)
         self._saves = 0
         self._last_step = -1
         self.restorable = office.settings.checkpoints
+        """Paths of what the job can go on from, the newest first."""
 
     # ── on the way ──────────────────────────────────────────────────────────────────────────────────
 
@@ -69,12 +73,14 @@ class Saving:
         self._settled(message.step)
 
     def published(self, written: msg.CheckpointWritten, path: str, reason: str) -> None:
-        """What was written aside is in place at `path`, or why not."""
-        self._publishing = False
+        """What was written aside is in place at `path`, or why not; a later one may be in place already."""
+        number = self._publishing.pop(written.partial, 0)
         if reason:
             self._office.event("checkpoint_refused", path=written.partial, message=reason)
         else:
-            self.restorable = (path, *(p for p in self.restorable if p != path))[:2]
+            self._placed[path] = number
+            paths = dict.fromkeys((path, *self.restorable))
+            self.restorable = tuple(sorted(paths, key=lambda p: -self._placed.get(p, 0)))[:2]
             step, nbytes, seconds = written.step, written.nbytes, written.seconds
             self._office.event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds, path=path)
         self._settled(written.step)
@@ -90,7 +96,7 @@ class Saving:
                 case ckpt.Ask(worker, step):
                     office.send(worker, msg.Checkpoint(step, office.settings.checkpoint_dir))
                 case ckpt.Publish(written):
-                    self._publishing = True
+                    self._publishing[written.partial] = next(self._numbers)
                     office.want(PublishCheckpoint(written))
                 case ckpt.Discard(written, reason):
                     step, path = written.step, written.partial

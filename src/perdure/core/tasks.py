@@ -66,9 +66,9 @@ class Tasks:
     def result(
         self, worker: WorkerId, key: Key, item: int, values: Mapping[str, float], weight: float
     ) -> list[Deal | Answer]:
-        """A worker computed an item."""
+        """A worker computed an item; one that the task does not have is no result."""
         task = self._tasks.get(key)
-        if task is None:
+        if task is None or item not in range(task.count):
             return []
         task.results.setdefault(item, (values, weight))
         if task.working.pop(worker, None) is not None:

@@ -50,6 +50,7 @@ from perdure.worker.rng import fix_threads, generators_kept, seed_evaluation, se
 from perdure.worker.runtime import Runtime
 from perdure.worker.saver import Saver
 from perdure.worker.step import Step, is_text
+from perdure.worker.taking_part import take_part
 from perdure.worker.training import Training
 from perdure.worker.unwinding import unwinding
 
@@ -200,7 +201,7 @@ class Job:
                 return _values(fn(batch))
 
         with generators_kept():
-            answer = self._task(runtime, step.index, index, len(items), compute)
+            answer = take_part(runtime, step.index, index, len(items), compute)
         return _means(answer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -223,7 +224,7 @@ class Job:
             return ({failed: 1.0} if failed else {}), 1.0
 
         # The one value of the task, if there is one, is named by what went wrong: so all workers know it.
-        (failed,) = self._task(runtime, step.index, index, 1, write).values
+        (failed,) = take_part(runtime, step.index, index, 1, write).values
         if failed:
             raise UsageError(f"job.save: {target} could not be written: {next(iter(failed))}")
 
@@ -461,44 +462,6 @@ class Job:
         if self._runtime is None or self._step is None or not self._step.complete:
             raise UsageError(f"{what} belongs between a step's loop and the next turn of job.steps")
         return self._runtime, self._step
-
-    def _task(
-        self,
-        runtime: Runtime,
-        step: int,
-        index: int,
-        count: int,
-        compute: Callable[[int], tuple[dict[str, float], float]],
-    ) -> msg.EvaluationAll:
-        """Take part in a task of `count` items until all of its results are here."""
-        inbox = runtime.inbox
-        asked = -1
-        while True:
-            with runtime.lock:
-                seals = runtime.seals
-            if asked != seals:
-                asked = seals
-                self._send(msg.EvaluationAsk(step, index, count))
-            runtime.wait_for_answer(lambda: bool(inbox.deals or inbox.answers), asked)
-            with runtime.lock:
-                if runtime.seals != asked:
-                    inbox.deals.clear()
-                    continue
-                if inbox.answers:
-                    answer = inbox.answers.pop(0)
-                    if (answer.step, answer.index) == (step, index):
-                        if len(answer.values) != count:
-                            raise UsageError(
-                                f"after step {step} another worker called job.evaluate or job.save "
-                                f"for {len(answer.values)} parts where this one did for {count}: call the "
-                                "same on all workers, in the same order"
-                            )
-                        return answer
-                    continue
-                deal = inbox.deals.pop(0)
-            for item in deal.micro_batches:
-                values, weight = compute(item)
-                self._send(msg.EvaluationResult(step, index, item, values, weight))
 
     def _on_stranger(self, peer: str, reason: str) -> None:
         self._send(msg.Stranger(peer, reason))
