@@ -230,7 +230,8 @@ class Server:
         except Exception as error:
             self._defective = True
             trace = "".join(traceback.format_exception(error)).rstrip()
-            self._end(core.End(1, f"{trace}\nperdure: the coordinator of this run failed; it can be resumed"))
+            then = "run it again: it goes on from its newest checkpoint, or begins anew if it has none"
+            self._end(core.End(1, f"{trace}\nperdure: the coordinator of this run failed; {then}"))
 
     def _carry_out(self, actions: Sequence[core.Action]) -> None:
         for action in actions:

@@ -87,7 +87,7 @@ class Failures:
         if self._all_lost < ALL_LOST_LIMIT:
             return Decision("SEV2", "replace")
         how = f"; the last one {self._last.message}" if self._last else ""
-        text = f"every worker was lost {self._all_lost} times in a row, the last time in step {step}{how}"
+        text = f"every worker was lost {self._all_lost} times in a row, none beyond step {step}{how}"
         return Decision("SEV1", "stop", 1, text)
 
     def judge(

@@ -296,7 +296,7 @@ class Job:
         self._office.event("heal_started", worker=worker.id, step=step, bytes=nbytes, donors=donors)
 
     def _on_healed(self, worker: Worker, message: msg.Healed, now: float) -> None:
-        self._office.carry(self.membership.healed(worker.id), now)
+        self._office.carry(self.membership.healed(worker.id, message.generation), now)
         self._office.event(
             "healed",
             worker=worker.id,

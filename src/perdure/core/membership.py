@@ -249,9 +249,9 @@ class Membership:
                 actions += self._release_leavers()
         return actions
 
-    def healed(self, worker: WorkerId) -> list[Action]:
-        """A joiner has its state."""
-        if worker in self.peers:
+    def healed(self, worker: WorkerId, generation: Generation) -> list[Action]:
+        """A joiner of a generation has its state; in a later one it may be a joiner once more."""
+        if worker in self.peers and self.current is not None and generation >= self.current.generation:
             self.peers[worker].healed = True
         return self._release_leavers()
 
