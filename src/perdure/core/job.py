@@ -487,9 +487,11 @@ class Job:
                 else:
                     self._office.start(worker)  # the order may be lost; an agent that has it goes on
                 continue
-            ready = there[worker.id].ready
-            if ready is not None and not worker.ready:
-                self._on_ready(worker, ready, now)
+            seen = there[worker.id]
+            if seen.joined and not worker.ready:
+                self._on_joined(worker, msg.Joined(), now)  # that was lost, or the answer to it
+            if seen.ready is not None and not worker.ready:
+                self._on_ready(worker, seen.ready, now)
             if worker.stopped:
                 self._office.kill(worker.id)
             elif worker.released:

@@ -74,7 +74,7 @@ class Schedule:
     seeded: bool
     evaluate: bool
     quiet_s: float = 60.0
-    bound_s: float = 400.0
+    bound_s: float = 800.0
 
 
 def draw(

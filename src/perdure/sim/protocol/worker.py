@@ -49,6 +49,7 @@ class SimWorker:
         self.slow_s = 0.0
         self._restore: msg.Restore | None = None
         self._checkpoint: msg.Checkpoint | None = None
+        self._welcomed = False
         self._released = False
         self._deals: list[int] = []
         self._answers: dict[tuple[int, int], msg.EvaluationAll] = {}
@@ -214,6 +215,9 @@ class SimWorker:
             case msg.Prepare(plan):
                 self.perform(self.member.prepare(plan))
                 self.hook("prepare")
+            case msg.Welcome():
+                self._welcomed = True
+                self.wake()
             case msg.Acknowledged(step):
                 self.perform(self.member.acknowledged(step))
             case msg.Restore():
@@ -244,6 +248,8 @@ class SimWorker:
         yield chance.delay(pace.start_s)
         self.tell(msg.Joined())
         self.hook("joined")
+        while not self._welcomed:
+            yield None
         self.tell(msg.Ready("host", 1, self.sim.shape, self.member.position()))
         while True:
             if self._released:

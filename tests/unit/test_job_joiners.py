@@ -1,8 +1,8 @@
-"""Joiners that take the state: when they have it, and of which generation they say so."""
+"""Workers that join: they are welcomed, take the state, and say of which generation they have it."""
 
 from __future__ import annotations
 
-from job_rig import training
+from job_rig import Hand, Rig, training
 from perdure.schema import messages as msg
 
 
@@ -33,3 +33,18 @@ def test_who_had_its_state_in_an_older_generation_may_need_it_again() -> None:
     rig.say(3, msg.Adopted(opened.plan.generation, 0))
     rig.say(3, msg.Healed(opened.plan.generation, 0, 10, 0.1, "replica"))
     assert rig.job.membership.peers[3].healed
+
+
+def test_who_joined_while_its_agent_was_cut_off_is_welcomed_all_the_same() -> None:
+    """Its word, or the answer, was lost with the connection; it would wait for ever."""
+    rig = Rig()
+    rig.hello(workers=1)
+    (start,) = rig.starts
+    rig.hands[start.worker] = Hand(start.worker, start.node)
+    rig.take(rig.job.worker_started(start.worker, 1000, rig.now))
+    rig.take(rig.job.agent_lost("a", rig.now))
+    seen = msg.WorkerSeen(start.worker, 1000, True, None)
+    rig.take(rig.job.agent_joined(msg.AgentHello("a", "host-a", 1, 0, ("train.py",), "0", (seen,)), rig.now))
+    assert rig.told(start.worker, msg.Welcome)
+    rig.exit(start.worker, code=1)
+    assert rig.ended is None, "it is a script of perdure's: one start-up that failed"
