@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import DEADLINE_S, PERDURE, launch, undisturbed
+from jobs import DEADLINE_S, PERDURE, launch, lines, undisturbed
 from perdure.chaos.faults import Manner
 from perdure.chaos.verdict import Outcome, judge
 
@@ -38,6 +38,7 @@ SHORT = [
     Siege(seed=1, task="mlp", kills=8, standby=0),
     Siege(seed=2, task="batchnorm", kills=8, standby=1),
     Siege(seed=3, task="weighted", kills=4, standby=0, manner=Manner.TERM),
+    Siege(seed=4, task="weighted", kills=6, standby=0, manner=Manner.STOP),
 ]
 TASKS_IN_TURN = ("gpt", "unused", "mixed", "two_optimizers", "mlp", "batchnorm", "weighted")
 SOAK = [
@@ -65,6 +66,24 @@ def test_many_random_kills(siege: Siege, tmp_path: Path) -> None:
     withstand(siege, tmp_path)
 
 
+def test_a_siege_that_is_broken_off_leaves_nobody_stopped(tmp_path: Path) -> None:
+    running = launch(tmp_path, "mlp", FOR_EVER, script_options=("--compute-ms", "20"))
+    try:
+        running.until_step(1)
+        command = [PERDURE, "chaos", running.run_dir, "--kills", "1000", "--manner", "stop", "--every", "0.1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as siege:
+            assert siege.stdout is not None
+            assert siege.stdout.readline().startswith("stop: worker")
+            siege.terminate()
+            assert siege.wait(DEADLINE_S) == 128 + signal.SIGTERM
+        running.until_step(lines(running.run_dir / "metrics.jsonl")[-1]["step"] + 2)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait() == 128 + signal.SIGTERM
+    finally:
+        running.end()
+    assert running.leftovers() == []
+
+
 def withstand(siege: Siege, directory: Path) -> None:
     """The run outlasts the siege; ended by SIGTERM then, it is the undisturbed run up to there."""
     running = launch(
@@ -83,7 +102,7 @@ def withstand(siege: Siege, directory: Path) -> None:
         running.end()
     struck = re.findall(r"pid (\d+)", said)
     assert len(struck) == siege.kills
-    pids = frozenset(map(int, struck))
+    pids = frozenset(map(int, struck)) if siege.manner is not Manner.STOP else frozenset()
     leavers = pids if siege.manner is Manner.TERM else frozenset()
     evidence = dataclasses.replace(running.evidence(), struck=pids, leavers=leavers)
     expected = undisturbed(siege.task, len(evidence.steps))

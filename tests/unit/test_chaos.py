@@ -141,6 +141,13 @@ def test_nobody_is_chosen_while_nobody_is_active() -> None:
     assert Campaign(0, 1.0).choose([row(0, "starting"), row(1, "standby")]) is None
 
 
+def test_who_was_only_stopped_may_be_struck_again() -> None:
+    rows = [row(0, "active"), row(1, "active")]
+    campaign = Campaign(0, 1.0, lasting=False)
+    assert all(campaign.choose(rows) is not None for _ in range(5))
+    assert campaign.choose(rows[:1]) is None
+
+
 # ── the injector ────────────────────────────────────────────────────────────────────────────────────
 
 

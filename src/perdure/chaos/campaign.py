@@ -13,17 +13,19 @@ class Campaign:
     """Strikes at uniformly random times at uniformly random workers.
 
     One whole, active worker is always left alone, whoever it is: a total loss is another matter (G5). A
-    worker that was chosen is not counted on any more, nor chosen again.
+    worker that was chosen is not counted on any more, nor chosen again, unless the strike does not last.
     """
 
-    def __init__(self, seed: int, every_s: float) -> None:
+    def __init__(self, seed: int, every_s: float, lasting: bool = True) -> None:
         """
         Args:
             seed: the same seed, the same choices.
             every_s: the mean of the pauses between two strikes, in seconds; each is uniform in (0, 2·mean).
+            lasting: whether a worker that is struck is lost; else it goes on at the next strike.
         """
         self._random = random.Random(seed)
         self._every_s = every_s
+        self._lasting = lasting
         self._chosen: set[WorkerId] = set()
 
     def pause_s(self) -> float:
@@ -39,5 +41,6 @@ class Campaign:
         if not able or not found:
             return None
         row = self._random.choice(found)
-        self._chosen.add(row.id)
+        if self._lasting:
+            self._chosen.add(row.id)
         return row

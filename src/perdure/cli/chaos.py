@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -54,8 +56,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Strike and judge. Raises UsageError when no run is going on there."""
-    campaign = Campaign(args.seed, args.every)
+    campaign = Campaign(args.seed, args.every, lasting=args.manner is not Manner.STOP)
     struck, before = 0, -1
+    waits = False
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _leave)
     rows: tuple[PsRow, ...] | None = ask(args.run_dir)
     with Injector() as injector:
         while rows is not None and struck < args.kills:
@@ -63,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
             rows = _rows(args.run_dir)
             row = campaign.choose([row for row in rows if _is_here(row)]) if rows else None
             if row is None or row.pid is None:
+                if rows and not waits:
+                    print("nobody can be spared just now: waiting for more active workers here", flush=True)
+                waits = True
                 continue
+            waits = False
             before = _last_step(args.run_dir)
             if injector.strike(row.pid, args.manner):
                 struck += 1
@@ -76,6 +85,11 @@ def run(args: argparse.Namespace) -> int:
     verdict = endured(args.kills, struck, before, _last_step(args.run_dir), exit_code)
     print(verdict, flush=True)
     return _EXIT[verdict.outcome]
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    """End as by an error, so that what is stopped goes on."""
+    raise SystemExit(128 + signum)
 
 
 def _rows(run_dir: Path) -> tuple[PsRow, ...] | None:
