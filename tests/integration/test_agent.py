@@ -363,7 +363,7 @@ def test_a_worker_stopped_before_it_started_runs_nothing(loop: Loop, stage: Stag
 
 def test_notices_and_wishes(loop: Loop, stage: Stage) -> None:
     stage.coordinator.say(Notice("worth knowing"))
-    loop.do(stage.until(lambda: ("worth knowing", False) in stage.shown))
+    loop.do(stage.until(lambda: ("perdure: worth knowing", True) in stage.shown))
     stage.agent.ask(signal.SIGINT)
     assert loop.do(stage.coordinator.hear(Asked)).signum == signal.SIGINT
 

@@ -140,6 +140,12 @@ def test_the_binder_dies_and_comes_back_while_the_other_nodes_workers_live_on(no
     assert [generation.split(".")[0] for generation in opened][0 :: len(opened) - 1] == ["1", "2"]
     assert len(opened) == len(set(opened))
     nodes.finish(again, second)
+    said = "the coordinator at 127.0.0.1:\\d+ is (out of reach; trying for|back)"
+    assert re.findall(f"^perdure: {said}", second.printed, re.MULTILINE) == [
+        "out of reach; trying for",
+        "back",
+    ]
+    assert "perdure: signal 15: finishing the step and saving" in second.printed
 
 
 def test_strangers_and_other_secrets_are_refused_and_change_nothing(nodes: Nodes) -> None:

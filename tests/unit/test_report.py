@@ -278,6 +278,18 @@ def test_terminal_and_page(log: Log, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert html.count('class="badge"') == 2 * 2  # each fault in both pictures
 
 
+def test_a_message_is_shown_once(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    log.event("run_started", 100)
+    for worker, message in enumerate(
+        ["ended by signal 9", "ended by signal 9", "it broke", "ended by signal 9"]
+    ):
+        log.event("fault_detected", 111 + worker, worker=worker, kind="signal", message=message)
+    assert main(["report", str(log.run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "1–2, 4: ended by signal 9" in shown
+    assert "3: it broke" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [(["nowhere"], "is not a directory"), (["."], "no events.jsonl"), ([], "RUN_DIR")],

@@ -102,10 +102,8 @@ class Agent:
         self._logs = config.run_dir / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._mark = secrets.token_hex(16)
-        self._link = Link(config.target, self._hello, self._receive)
-        self._zygote = Zygote(
-            self._mark, self._logs / "zygote.log", lambda line: show(f"perdure: {line}", True)
-        )
+        self._link = Link(config.target, self._hello, self._receive, self._say)
+        self._zygote = Zygote(self._mark, self._logs / "zygote.log", self._say)
         self._workers: dict[WorkerId, WorkerProcess] = {}
         self._starting: dict[WorkerId, asyncio.Task[None]] = {}
         self._unburied: set[asyncio.Future[None]] = set()
@@ -141,6 +139,9 @@ class Agent:
         """Pass on that the person at this terminal wants the job to end."""
         self._link.send(Asked(signum))
 
+    def _say(self, text: str) -> None:
+        self._show(f"perdure: {text}", True)
+
     # ── what the coordinator says ───────────────────────────────────────────────────────────────────
 
     def _hello(self) -> AgentHello:
@@ -173,7 +174,7 @@ class Agent:
                 if not self._end.done():
                     self._end.set_result(Ended(exit_code, text))
             case Notice(text):
-                self._show(text, False)
+                self._say(text)
             case AgentWelcome():
                 self._told = ()  # a new connection: it knows nothing
 

@@ -58,15 +58,21 @@ class Link:
     """Keeps one connection to the coordinator.
 
     `hello` makes the first frame of each connection; `receive` gets every message, of which the first is an
-    AgentWelcome, or the EndAgent of a coordinator that has no place for this agent.
+    AgentWelcome, or the EndAgent of a coordinator that has no place for this agent. `say` tells the person
+    at the terminal that the coordinator is out of reach, or back.
     """
 
     def __init__(
-        self, target: Target, hello: Callable[[], AgentHello], receive: Callable[[CoordinatorToAgent], None]
+        self,
+        target: Target,
+        hello: Callable[[], AgentHello],
+        receive: Callable[[CoordinatorToAgent], None],
+        say: Callable[[str], None],
     ) -> None:
         self._target = target
         self._hello = hello
         self._receive = receive
+        self._say = say
         self._writer: asyncio.StreamWriter | None = None
         self._unsent: deque[bytes] = deque()
         self._unsent_bytes = 0
@@ -89,6 +95,8 @@ class Link:
                 self._writer.transport.abort()
                 self._writer = None
                 lost_s = time.monotonic()
+                then = f"trying for {self._target.orphan_s:g} s; workers go on meanwhile"
+                self._say(f"the coordinator at {self._target} is out of reach; {then}")
                 if lost_s - tried_s > RETRY_S_MAX:  # else it may be one that closes whatever we say
                     retry_s = RETRY_S_MIN
             elif time.monotonic() - lost_s > self._target.orphan_s:
@@ -172,6 +180,8 @@ class Link:
         return handshake.rest
 
     def _welcomed(self, writer: asyncio.StreamWriter) -> None:
+        if self._known:
+            self._say(f"the coordinator at {self._target} is back")
         self._writer = writer
         self._known = True
         writer.writelines(self._unsent)

@@ -188,7 +188,7 @@ class Server:
                 grows = job.membership.begun and node not in job.staff.nodes
                 self._act(lambda now: job.agent_joined(message, now))
                 if grows and node in job.staff.nodes:
-                    self._ports.say(f"node {node} joins with {message.workers} workers")
+                    self._say(f"node {node} joins with {message.workers} workers")
             case msg.WorkerStarted(worker, pid):
                 self._act(lambda now: job.worker_started(worker, pid, now))
             case msg.WorkerEnding():
@@ -262,9 +262,16 @@ class Server:
                     given_up = (*known.given_up, *workers)
                     self._run_dir.keep(msgspec.structs.replace(known, given_up=given_up))
                 case core.Say(text):
-                    self._ports.say(text)
+                    self._say(text)
                 case core.End():
                     self._end(action)
+
+    def _say(self, text: str) -> None:
+        """A line about the job, on the terminals of all its nodes."""
+        self._ports.say(text)
+        for node, writer in self._agents.items():
+            if node != self.job.settings.home_node:
+                _tell(writer, msg.Notice(text))
 
     def _to_worker(self, worker: WorkerId, message: msg.CoordinatorMessage) -> None:
         self._to_node_of(worker, msg.ToWorker(worker, body(message)))

@@ -14,9 +14,7 @@ def render(report: Report) -> RenderableType:
     """A summary and one line a fault, for `rich.console.Console.print`."""
     parts: list[RenderableType] = [_summary(report)]
     parts.append(_faults(report.faults) if report.faults else Text("No faults."))
-    for number, fault in enumerate(report.faults, 1):
-        if fault.message:
-            parts.append(Text(f"{number}: {fault.message.splitlines()[0]}", style="dim"))
+    parts += [Text(line, style="dim") for line in _messages(report.faults)]
     for note in report.notes:
         if note.label not in ("started", "ended"):
             parts.append(Text(f"{note.label}: {note.detail}", style="yellow"))
@@ -61,11 +59,31 @@ def _faults(faults: tuple[Fault, ...]) -> Table:
             fault.detected_by,
             "–" if fault.detect_s is None else duration(fault.detect_s),
             " ".join(part for part in (fault.severity, fault.action) if part),
-            "–" if fault.stall_s is None else duration(fault.stall_s),
+            "–" if fault.stall_s is None else duration(max(fault.stall_s, 0.0)),  # a quick step hid it
             str(fault.recomputed_micro_batches),
             fault.state_source,
         )
     return table
+
+
+def _messages(faults: tuple[Fault, ...]) -> list[str]:
+    """Each different message once, after the numbers of its faults."""
+    numbers: dict[str, list[int]] = {}
+    for number, fault in enumerate(faults, 1):
+        if fault.message:
+            numbers.setdefault(fault.message.splitlines()[0], []).append(number)
+    return [f"{_ranges(found)}: {message}" for message, found in numbers.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """1, 2, 3, 5 as `1–3, 5`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in found)
 
 
 def where(fault: Fault) -> str:

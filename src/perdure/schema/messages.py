@@ -435,7 +435,7 @@ class EndAgent(Message, frozen=True):
 
 
 class Notice(Message, frozen=True):
-    """A line for the person at this agent's terminal."""
+    """A line about the job, for the person at the terminal of another node than the coordinator's."""
 
     text: str
 
