@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import jitter
 import train_task
 from perdure.chaos.faults import Moment
 from scenario import Scenario
@@ -34,9 +35,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.register(signal.SIGUSR1)  # a test that waits in vain asks where everybody is
     args = train_task.parse_args()
-    traps = Traps(Scenario.read(args.digests), args.digests)
+    scenario = Scenario.read(args.digests)
+    traps = Traps(scenario, args.digests)
     traps.at(Moment.START_UP, None)
     install(traps)
+    if scenario.jitter:
+        jitter.install(scenario.jitter)
     train_task.TASKS = {name: traps.around(task, args.steps) for name, task in TASKS.items()}
     train_task.Diary = TimedDiary  # type: ignore[misc]
     train_task.main()

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from perdure.chaos.faults import DEATHS, Fault, Manner, Moment, Target
 from scenario import Scenario
 
@@ -159,6 +161,17 @@ def tight_corners() -> Iterator[Run]:
     yield _further_places()
 
 
+def with_late_threads() -> Iterator[Run]:
+    """Every run in which workers are lost while others are at work, with threads that are late."""
+    spread = [
+        _spread(moment) for moment in Moment if moment not in (*ONCE, Moment.START_UP, Moment.CHECKPOINT)
+    ]
+    for run in [*spread, *at_once(), *tight_corners()]:
+        scenario = msgspec.structs.replace(run.scenario, jitter=JITTER)
+        yield dataclasses.replace(run, name=f"{run.name}-late", scenario=scenario)
+
+
+JITTER = 0.05
 CORNER_STEPS = 4
 
 

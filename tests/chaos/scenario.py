@@ -23,6 +23,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     whole: bool = False
     members: int = 4
+    jitter: float = 0.0
 
     def lay_out(self, directory: Path) -> None:
         """Write it where the workers read it."""

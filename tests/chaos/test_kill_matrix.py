@@ -131,6 +131,15 @@ def test_tight_corners(run: matrix.Run, done: Callable[[matrix.Run], Done]) -> N
     assert_all_struck(run, result)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("run", list(matrix.with_late_threads()), ids=lambda run: run.name)
+def test_late_threads(run: matrix.Run, done: Callable[[matrix.Run], Done]) -> None:
+    """No thread's delay makes a survivor be lost, or wait for ever."""
+    result = done(run)
+    assert_untouched(result)
+    assert_all_struck(run, result)
+
+
 ON_RUNTIME_THREADS = (
     Moment.FIRST_GROUP, Moment.REDUCE, Moment.FOLD, Moment.GATHER, Moment.LEAVING, Moment.DONOR,
     Moment.JOINER, Moment.RECOVERY, Moment.CHECKPOINT,
