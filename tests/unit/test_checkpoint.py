@@ -294,8 +294,17 @@ def test_what_is_no_checkpoint_is_not_replaced(state: ProtectedState, box: Shelf
     partial.mkdir()
     target.write_text("somebody's")
     with pytest.raises(OSError, match="it is a file that is no checkpoint"):
-        publish_save(partial, target)
+        publish_save(partial, target, lambda _: True)
     assert target.read_text() == "somebody's"
+
+
+def test_a_save_clears_away_what_the_dead_left_and_not_what_others_write(tmp_path: Path) -> None:
+    names = [shelf.aside(tmp_path / "x", f"w{number}") for number in (1, 2, 3)]
+    other = shelf.aside(tmp_path / "x.y", "w1")
+    for path in (*names, other):
+        path.mkdir()
+    publish_save(names[0], tmp_path / "x", lambda writer: writer in ("w1", "w3"))
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "x", names[1], other])
 
 
 def test_where_names_cannot_be_exchanged_two_renames_do(

@@ -128,3 +128,24 @@ def test_a_writer_that_dies_before_the_last_state_is_forgotten() -> None:
     checkpoints.lost(1)
     assert checkpoints.final(59, 2) == [Ask(2, 59)]
     assert checkpoints.written(2, written(59), True, {59: "d"}, now=0.0) == [Publish(written(59))]
+
+
+def test_what_a_dead_writer_wrote_goes_with_it_unless_it_is_being_published() -> None:
+    checkpoints = Checkpoints(1)
+    checkpoints.due(0, 1, now=0.0)
+    checkpoints.written(1, written(1), True, {}, now=0.0)
+    assert checkpoints.gone(2) == []
+    assert checkpoints.gone(1) == [Discard(written(1), "its writer is gone")]
+    assert checkpoints.known({1: "d"}) == []
+    checkpoints.written(2, written(2), True, {2: "d"}, now=0.0)
+    assert checkpoints.gone(2) == []
+    assert checkpoints.last == 2
+
+
+def test_what_could_not_be_put_in_place_may_be_written_again() -> None:
+    checkpoints = Checkpoints(1)
+    checkpoints.written(1, written(1), True, {1: "d"}, now=0.0)
+    assert checkpoints.written(1, written(3), True, {3: "d"}, now=0.0) == [Publish(written(3))]
+    checkpoints.not_placed(3)
+    assert checkpoints.last == 1
+    assert checkpoints.written(2, written(3), True, {3: "d"}, now=0.0) == [Publish(written(3))]

@@ -51,6 +51,6 @@ def test_what_waits_when_everybody_is_lost_is_never_written() -> None:
     """P18: step 1 was committed in a life that left no line of step 0; the next life commits it anew."""
     records = Records()
     assert records.add(record(1)) == []
-    records.restart()
+    records.restart(-1)
     assert [write.record.step for write in records.add(record(0))] == [0]
     assert records.last == 0

@@ -97,9 +97,14 @@ def test_constructors_are_narrow() -> None:
 
 
 def test_tests_wait_for_events_and_do_not_sleep() -> None:
-    """A short sleep inside a loop that waits for something with a deadline is how one waits for a file."""
+    """A short sleep inside a loop that waits for something with a deadline is how one waits for a file.
+
+    `jitter` is exempt: to let threads sleep is what it is for.
+    """
     found = []
     for path in files("tests"):
+        if path.name == "jitter.py":
+            continue
         tree = ast.parse(path.read_text())
         inside = {
             id(n) for loop in ast.walk(tree) if isinstance(loop, ast.While | ast.For) for n in ast.walk(loop)

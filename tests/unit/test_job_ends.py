@@ -7,6 +7,7 @@ import pytest
 from job_rig import SHAPE, Rig, digest, training
 from perdure.core.heals import CAUSE
 from perdure.core.job import ALL_LOST
+from perdure.core.saving import SAVES_MAX
 from perdure.schema import messages as msg
 from perdure.schema.plan import Position, Record
 
@@ -311,6 +312,40 @@ def test_the_last_state_is_written_by_another_when_one_has_it_wrong() -> None:
     rig.write(1 - first, 1)
     assert rig.events("checkpoint_written")[-1]["step"] == 1
     assert rig.told(1 - first, msg.Release)
+
+
+def test_a_last_state_that_cannot_be_put_in_place_is_written_again_and_then_given_up() -> None:
+    rig = training(workers=2, checkpoint_every=100)
+    rig.commit()
+    rig.finish()
+    for _ in range(2 * SAVES_MAX):
+        if not (asked := [worker for worker in (0, 1) if rig.told(worker, msg.Checkpoint)]):
+            break
+        rig.hands[asked[0]].told.clear()
+        rig.say(asked[0], msg.CheckpointWritten(1, digest(1), "/c/1.partial", 10, 0.1))
+        written = rig.publish.pop().written
+        rig.take(rig.job.published(written, "", "No such file or directory", rig.now))
+    assert "checkpoint of step 1 was not put in place: No such file or directory" in rig.said
+    assert rig.said[-1] == "the last state is not saved"
+    assert rig.told(0, msg.Release)
+
+
+def test_after_a_total_loss_checkpoints_and_evaluations_are_those_of_the_new_life() -> None:
+    rig = training(workers=1, steps=5, checkpoint_every=3)
+    rig.say(0, msg.EvaluationAsk(4, 0, 1))
+    rig.say(0, msg.EvaluationResult(4, 0, 0, {"x": 1.0}, 1.0))
+    rig.kill(0)
+    rig.started()
+    rig.serve()
+    assert rig.hands[1].committed == -1
+    rig.commit(2)
+    assert [ask.step for ask in rig.told(1, msg.Checkpoint)] == [2]
+    rig.say(1, msg.CheckpointWritten(2, "another bit", "/c/2.partial", 10, 0.1))
+    assert not rig.discarded, "the agreed digest of step 2 is the older life's"
+    rig.commit(3)
+    rig.say(1, msg.EvaluationAsk(4, 0, 1))
+    assert rig.told(1, msg.EvaluationDeal)
+    assert not rig.told(1, msg.EvaluationAll)
 
 
 def test_a_life_that_ends_before_the_last_line_of_metrics_ends_all_the_same() -> None:

@@ -59,7 +59,7 @@ class Ports:
     """What the server is given: where checkpoints lie, how a save is published, whom to show what."""
 
     shelf: ShelfPort
-    publish_save: Callable[[Path, Path], None]
+    publish_save: Callable[[Path, Path, Callable[[str], bool]], None]
     say: Callable[[str], None]
     on_record: Callable[[Record, Job], None]
 
@@ -71,6 +71,8 @@ class Server:
         self.job = job
         self.ended: asyncio.Future[core.End] = asyncio.get_running_loop().create_future()
         self._secret = secret
+        self._shelf_turn, self._saves_turn = asyncio.Lock(), asyncio.Lock()
+        self._exited: set[WorkerId] = set()
         self._run_dir = run_dir
         self._ports = ports
         self._agents: dict[str, asyncio.StreamWriter] = {}
@@ -194,6 +196,7 @@ class Server:
             case msg.WorkerEnding():
                 self._act(lambda now: job.worker_ending(message, now))
             case msg.WorkerExited(worker):
+                self._exited.add(worker)
                 self._in_background(self._discard(worker))
                 self._act(lambda now: job.worker_exited(message, now))
             case msg.FromWorker(worker, raw):
@@ -254,7 +257,7 @@ class Server:
                 case core.PublishSave(worker, request):
                     self._in_background(self._publish_save(worker, request))
                 case core.Discard(partial):
-                    self._in_background(_remove(Path(partial)))
+                    self._in_background(self._remove(Path(partial)))
                 case core.Persist(blocks):
                     self._run_dir.keep(msgspec.structs.replace(self._run_dir.job, blocks=blocks))
                 case core.GiveUp(workers):
@@ -316,27 +319,42 @@ class Server:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    # On each of the two places of hard state one thing is done at a time, in the order in which it came.
+
     async def _publish(self, written: msg.CheckpointWritten) -> None:
         path, reason = "", ""
-        try:
-            path = str(await asyncio.to_thread(self._ports.shelf.publish, Path(written.partial)))
-        except OSError as error:
-            reason = str(error)
-        self._act(lambda now: self.job.published(written, path, reason, now))
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(self._ports.shelf.prune, leftovers=False)
+        async with self._shelf_turn:
+            try:
+                path = str(await asyncio.to_thread(self._ports.shelf.publish, Path(written.partial)))
+            except OSError as error:
+                reason = str(error)
+            self._act(lambda now: self.job.published(written, path, reason, now))
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._ports.shelf.prune, leftovers=False)
 
     async def _discard(self, writer: WorkerId) -> None:
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(self._ports.shelf.discard, f"w{writer}")
+        async with self._shelf_turn:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._ports.shelf.discard, f"w{writer}")
+
+    async def _remove(self, partial: Path) -> None:
+        async with self._shelf_turn:
+            await asyncio.to_thread(shutil.rmtree, partial, True)
 
     async def _publish_save(self, worker: WorkerId, request: msg.SaveRequest) -> None:
         reason = ""
-        try:
-            await asyncio.to_thread(self._ports.publish_save, Path(request.partial), Path(request.path))
-        except OSError as error:
-            reason = str(error)
+        async with self._saves_turn:
+            try:
+                partial, target = Path(request.partial), Path(request.path)
+                await asyncio.to_thread(self._ports.publish_save, partial, target, self._is_over)
+            except OSError as error:
+                reason = str(error)
         self._act(lambda now: self.job.saved(worker, request, reason, now))
+
+    def _is_over(self, writer: str) -> bool:
+        """Whether the worker of that name (`w7`) has exited, or is of an earlier life of the run."""
+        worker = int(writer.removeprefix("w"))
+        return worker < self.job.settings.first_worker or worker in self._exited
 
     def _end(self, end: core.End) -> None:
         for writer in self._agents.values():
@@ -349,10 +367,6 @@ def _tell(writer: asyncio.StreamWriter, message: msg.CoordinatorToAgent) -> None
     """Send; a connection that is lost takes nothing, and asyncio would print that it did not."""
     if not writer.is_closing():
         writer.write(encode(message))
-
-
-async def _remove(partial: Path) -> None:
-    await asyncio.to_thread(shutil.rmtree, partial, True)
 
 
 def _free_port() -> int:

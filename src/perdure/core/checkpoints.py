@@ -52,6 +52,8 @@ class Checkpoints:
         self.last = -1
         self.asked: tuple[WorkerId, int] | None = None
         self._written: msg.CheckpointWritten | None = None
+        self._writer: WorkerId | None = None
+        self._before = -1
         self._final: int | None = None
         self._last_s: float | None = None
 
@@ -103,7 +105,7 @@ class Checkpoints:
             return [*then, Discard(written, f"step {self.last} is in place already")]
         if not member:
             return [*then, Discard(written, "its writer is not a member any more")]
-        self._written, self._last_s = written, now
+        self._written, self._writer, self._last_s = written, writer, now
         return [*then, *self.known(digests)]
 
     def known(self, digests: dict[int, str]) -> list[Action]:
@@ -115,14 +117,18 @@ class Checkpoints:
         agreed = digests[written.step]
         if agreed and written.digest and agreed != written.digest:
             return [Discard(written, f"its digest {written.digest} is not the agreed {agreed}")]
-        self.last = written.step
+        self._before, self.last = self.last, written.step
         return [Publish(written)]
+
+    def not_placed(self, step: int) -> None:
+        """What was to be published could not be put in its place."""
+        if self.last == step:
+            self.last = self._before
 
     def restart(self, step: int) -> list[Action]:
         """The job goes on from the state after `step` (−1: anew): what waits is of a life that is over."""
-        written, self._written = self._written, None
-        self.asked, self._final, self.last = None, None, step
-        return [Discard(written, "the job went on from an earlier state")] if written is not None else []
+        self.asked, self._final, self.last, self._before = None, None, step, step
+        return self._drop("the job went on from an earlier state")
 
     def failed(self, writer: WorkerId, step: int, now: float) -> list[Action]:
         """The writer could not write the state after `step`; the next one comes at its time."""
@@ -140,6 +146,15 @@ class Checkpoints:
         return [Ask(writer, final)]
 
     def lost(self, worker: WorkerId) -> None:
-        """A worker died: if it was the writer, ask another when the time comes."""
+        """What a worker was asked for is lost: ask another when the time comes."""
         if self.asked is not None and self.asked[0] == worker:
             self.asked = self._final = None
+
+    def gone(self, worker: WorkerId) -> list[Action]:
+        """A worker is no more; what it wrote aside goes with it, unless that is being published."""
+        self.lost(worker)
+        return self._drop("its writer is gone") if self._writer == worker else []
+
+    def _drop(self, reason: str) -> list[Action]:
+        written, self._written = self._written, None
+        return [Discard(written, reason)] if written is not None else []

@@ -259,7 +259,7 @@ class Deaths:
         """What a dead worker had in hand is somebody else's."""
         self._office.carry_tasks(self._office.tasks.lost(worker))
         self._office.heals.lost(worker)
-        self._saving.lost(worker)
+        self._saving.gone(worker)
 
 
 def _doing(progress: msg.Progress | None) -> Doing | None:

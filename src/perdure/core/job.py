@@ -450,7 +450,7 @@ class Job:
 
     def _open_first(self, now: float, step: int = -1) -> None:
         self._saving.restart(step)
-        self.records.restart()
+        self._office.restart(step)
         spare = self.membership.spare
         held = [w for w in spare if self.membership.peers[w].position.committed >= 0]
         ordered = [*held, *(w for w in spare if w not in held)][: max(1, self.staff.target)]

@@ -174,6 +174,11 @@ class Office:
                 values = tuple(dict(value) for value in action.values)
                 self.send(action.worker, msg.EvaluationAll(step, index, values, action.weights))
 
+    def restart(self, step: int) -> None:
+        """Training begins after `step` (−1: anew)."""
+        self.records.restart(step)
+        self.tasks.restart()
+
     def record(self, record: Record) -> None:
         """A step is known to be committed: its line, once, and what follows from that."""
         if record.digest:

@@ -56,9 +56,10 @@ class Records:
             out.append(Write(ready))
         return out
 
-    def restart(self) -> None:
-        """Everybody was lost: what waits for an earlier step's line is of a life that is over."""
+    def restart(self, step: int) -> None:
+        """Everybody was lost, and training begins after `step`: what was beyond is of a life that is over."""
         self._waiting.clear()
+        self.agreed = {s: digest for s, digest in self.agreed.items() if s <= step}
 
     def resumed(self, step: int) -> None:
         """Training goes on after `step`, whose lines up to it are known or lost for good.

@@ -33,7 +33,7 @@ class Saving:
         self._placed: dict[str, int] = {}
         self._numbers = itertools.count(1)
         self._saves = 0
-        self._last_step = -1
+        self._last_step = self._committed = -1
         self.restorable = office.settings.checkpoints
         """Paths of what the job can go on from, the newest first."""
 
@@ -41,11 +41,13 @@ class Saving:
 
     def restart(self, step: int) -> None:
         """Training begins after `step` (−1: anew)."""
+        self._committed = step
         self._carry(self._checkpoints.restart(step))
 
     def record(self, record: Record) -> None:
         """A step is known to be committed: that may be what a checkpoint waited for."""
         self._office.record(record)
+        self._committed = max(self._committed, record.step)
         self._carry(self._checkpoints.known(self._office.records.agreed))
 
     def ask(self, now: float) -> None:
@@ -53,7 +55,8 @@ class Saving:
         office = self._office
         if office.phase != "training":
             return
-        step = max(office.records.last, office.membership.progress)
+        # Not the last line of metrics.jsonl: that may be of a life that came further before all was lost.
+        step = max(self._committed, office.membership.progress)
         writer = next(iter(office.at_home(office.membership.members)), None)
         self._carry(self._checkpoints.due(step, writer, now))
 
@@ -76,18 +79,25 @@ class Saving:
         """What was written aside is in place at `path`, or why not; a later one may be in place already."""
         number = self._publishing.pop(written.partial, 0)
         if reason:
-            self._office.event("checkpoint_refused", path=written.partial, message=reason)
-        else:
-            self._placed[path] = number
-            paths = dict.fromkeys((path, *self.restorable))
-            self.restorable = tuple(sorted(paths, key=lambda p: -self._placed.get(p, 0)))[:2]
-            step, nbytes, seconds = written.step, written.nbytes, written.seconds
-            self._office.event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds, path=path)
+            self._office.event("checkpoint_refused", step=written.step, path=written.partial, message=reason)
+            self._office.say(f"checkpoint of step {written.step} was not put in place: {reason}")
+            self._checkpoints.not_placed(written.step)
+            self.save_again()
+            return
+        self._placed[path] = number
+        paths = dict.fromkeys((path, *self.restorable))
+        self.restorable = tuple(sorted(paths, key=lambda p: -self._placed.get(p, 0)))[:2]
+        step, nbytes, seconds = written.step, written.nbytes, written.seconds
+        self._office.event("checkpoint_written", step=step, bytes=nbytes, seconds=seconds, path=path)
         self._settled(written.step)
 
     def lost(self, worker: WorkerId) -> None:
-        """A worker is gone (or what it was asked for is): it writes nothing any more."""
+        """What a worker was asked for is lost."""
         self._checkpoints.lost(worker)
+
+    def gone(self, worker: WorkerId) -> None:
+        """A worker is no more: it writes nothing, and what it wrote aside goes with it."""
+        self._carry(self._checkpoints.gone(worker))
 
     def _carry(self, actions: Sequence[ckpt.Action]) -> None:
         office = self._office
@@ -138,6 +148,7 @@ class Saving:
         if not left:
             office.phase = "gathering"
         elif self._saves > SAVES_MAX:
+            office.say("the last state is not saved")
             self._release()
         else:
             # Not the same one again: what it wrote may have been refused for its own memory's sake.

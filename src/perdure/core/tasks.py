@@ -53,6 +53,10 @@ class Tasks:
     def __init__(self) -> None:
         self._tasks: dict[Key, _Task] = {}
 
+    def restart(self) -> None:
+        """Every worker was lost: the steps that come again have tasks of their own."""
+        self._tasks.clear()
+
     def ask(self, worker: WorkerId, key: Key, count: int) -> list[Deal | Answer]:
         """A worker takes part in a task of `count` items. Asked again, it has nothing in hand."""
         for old in [k for k in self._tasks if k[0] < key[0] - 1]:

@@ -207,17 +207,17 @@ def taken(target: Path) -> str:
     return "it is a directory that is no checkpoint of perdure's; move it away, or give another path"
 
 
-def publish_save(partial: Path, target: Path) -> None:
-    """`publish`, and remove what writers that died left of earlier tries at `target`.
+def publish_save(partial: Path, target: Path, is_over: Callable[[str], bool]) -> None:
+    """`publish`, and remove what writers that are no more (`is_over`) left of earlier tries at `target`.
 
     Raises `OSError`; so too where something else than a checkpoint is `taken` by that name.
     """
     if reason := taken(target):
         raise FileExistsError(reason)
     publish(partial, target)
-    start = f".{target.name}."
+    name = re.compile(rf"\.{re.escape(target.name)}\.(w\d+){re.escape(PARTIAL)}")
     for path in target.parent.iterdir():
-        if path.name.startswith(start) and path.name.endswith(PARTIAL):
+        if (found := name.fullmatch(path.name)) and is_over(found[1]):
             shutil.rmtree(path, ignore_errors=True)
 
 

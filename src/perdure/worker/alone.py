@@ -39,7 +39,7 @@ class Alone:
                 self.deliver(msg.Release())
             case msg.SaveRequest(step, partial, path):
                 try:
-                    publish_save(Path(partial), Path(path))
+                    publish_save(Path(partial), Path(path), is_over=lambda _: True)
                     self.deliver(msg.SaveAnswer(step, path))
                 except OSError as error:
                     self.deliver(msg.SaveAnswer(step, path, str(error)))
