@@ -207,6 +207,22 @@ def test_if_the_writer_of_the_last_state_dies_another_writes_it() -> None:
     assert rig.told(1, msg.Release)
 
 
+def test_a_loss_that_the_others_end_before_is_told_all_the_same() -> None:
+    """A large process takes its time to end; nobody takes its place any more."""
+    rig = training(workers=2)
+    rig.ending(1)
+    rig.serve()
+    end_of(rig)
+    rig.write(0, SHAPE.until - 1)
+    rig.exit(0, code=0)
+    assert rig.ended is None
+    rig.exit(1, code=0)
+    assert rig.faults() == [(1, "exit", "replace")]
+    assert rig.said[-1] == "worker 1: exited with code 0 before the loop ended"
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 0
+
+
 def test_only_the_tail_that_crashed_is_run_again() -> None:
     rig = training(workers=3)
     end_of(rig)

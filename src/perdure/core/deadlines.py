@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from perdure.core.actions import SIGKILL, Kill
 from perdure.core.deaths import Deaths
 from perdure.core.failures import Death
 from perdure.core.office import Office
@@ -24,7 +25,7 @@ TROUBLES_MAX = 3
 
 
 LINGER_S = 10.0
-"""A process whose script has raised may clean up for so long."""
+"""A process whose script has raised, or that is seen to end, may clean up for so long."""
 
 
 class Deadlines:
@@ -41,9 +42,9 @@ class Deadlines:
             if node.lost_at is not None and now - node.lost_at > NODE_GRACE_S:
                 self._deaths.node_lost(node, now)
         for worker in self._office.staff.workers.values():
-            if worker.crashed_at is not None and now - worker.crashed_at > LINGER_S:
-                worker.crashed_at = None
-                self._office.kill(worker.id)
+            if worker.ending_since is not None and now - worker.ending_since > LINGER_S:
+                worker.ending_since = None
+                self._office.want(Kill(worker.id, SIGKILL))
         self._deaths.give_up_missing(now)
         self._opening(now)
         self._connections(now)

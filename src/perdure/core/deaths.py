@@ -46,7 +46,7 @@ class Deaths:
         office = self._office
         if office.phase != "training" or worker.stopped or worker.released or not worker.ready:
             return
-        worker.ending = True
+        worker.ending, worker.ending_since = True, now
         worker.progress = ending.doing or worker.progress
         event = {"node": worker.node, "noticed_s": ending.wall_s} | self._in_hand(worker)
         office.event("worker_ending", worker=worker.id, **event)
@@ -65,6 +65,9 @@ class Deaths:
         elif worker.released and (clean or office.exit_code):
             office.membership.forget(worker.id)
             office.staff.done.add((worker.node, worker.slot))
+        elif office.phase == "released" and worker.ending:
+            # It was lost in training, and the others were through before it was known how.
+            self._tell(worker, _death(worker, exited), "pidfd", exited.detect_s, Decision("SEV2", "replace"))
         elif self._plain.is_plain():
             if clean:
                 self._plain.finished(worker)
@@ -81,7 +84,7 @@ class Deaths:
         if worker.stopped or as_told or not worker.joined or office.phase == "over":
             return
         worker.stopped = True
-        worker.crashed_at = now
+        worker.ending_since = now
         worker.progress = crash.doing or worker.progress
         self._put_down(worker.id)
         if not self._stops(worker, _exception(crash, crash.exit_code, None), None, worker.ready):
@@ -227,7 +230,8 @@ class Deaths:
             message=decision.message,
         )
         if decision.action == "replace" and not self._plain.is_plain():
-            nobody = self._office.stopping or death.kind == "node"
+            over = self._office.phase in ("saving", "released")
+            nobody = self._office.stopping or over or death.kind == "node"
             then = "" if nobody else "; another takes its place"
             self._office.say(f"worker {worker.id}: {death.message}{then}")
         if decision.exit_code == 3:

@@ -184,7 +184,9 @@ class Saving:
         office = self._office
         office.phase = "released"
         for worker in office.staff.workers.values():
-            if worker.finished is None:
+            if worker.ending:
+                pass  # in a moment it is known how it ended
+            elif worker.finished is None:
                 office.kill(worker.id)
             elif not worker.released:
                 worker.released = True

@@ -41,7 +41,7 @@ class Worker:
     last_record: Record | None = None
     last_digest: str = ""
     crash: msg.Crashed | None = None
-    crashed_at: float | None = None
+    ending_since: float | None = None
     progress: msg.Progress | None = None
 
 
