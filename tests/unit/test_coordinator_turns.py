@@ -69,7 +69,7 @@ def served(act: Callable[[Server], list[Any]]) -> tuple[list[str], list[str]]:
 
 def test_saves_are_put_in_place_one_after_the_other() -> None:
     """The dead worker's is, and then that of the one which was dealt it again."""
-    requests = [msg.SaveRequest(4, f"/d/.x.w{worker}.partial", "/d/x") for worker in (7, 8)]
+    requests = [msg.SaveRequest(4, 0, f"/d/.x.w{worker}.partial", "/d/x") for worker in (7, 8)]
     first, begun = served(lambda server: [server._publish_save(8, request) for request in requests])
     assert first == [requests[0].partial]
     assert begun == [request.partial for request in requests]

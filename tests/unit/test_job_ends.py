@@ -390,7 +390,7 @@ def test_an_evaluation_goes_on_with_whoever_is_left() -> None:
 
 def test_a_save_is_published_once_however_often_it_is_asked_for() -> None:
     rig = training(workers=2)
-    request = msg.SaveRequest(0, "/m/.x.w0.partial", "/m/x")
+    request = msg.SaveRequest(0, 0, "/m/.x.w0.partial", "/m/x")
     rig.say(0, request)
     rig.say(0, request)
     assert len(rig.saves) == 1
@@ -398,6 +398,19 @@ def test_a_save_is_published_once_however_often_it_is_asked_for() -> None:
     rig.say(0, request)
     assert [answer.reason for answer in rig.told(0, msg.SaveAnswer)] == ["", ""]
     assert len(rig.saves) == 1
+    rig.say(0, msg.SaveRequest(0, 1, request.partial, request.path))
+    assert len(rig.saves) == 2, "the next job.save, to the same path"
+
+
+def test_a_save_waits_until_a_new_coordinator_knows_the_members() -> None:
+    """Its request was on its way when the old one died; it comes again after the seal."""
+    rig = Rig(incarnation=2, max_nodes=2)
+    rig.hello(workers=1)
+    rig.started()
+    rig.say(0, msg.SaveRequest(0, 0, "/m/.x.w0.partial", "/m/x"))
+    assert rig.job.membership.current is None
+    assert not rig.told(0, msg.SaveAnswer)
+    assert not rig.saves
 
 
 def test_a_stranger_at_a_workers_port_is_written_down() -> None:

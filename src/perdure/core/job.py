@@ -213,7 +213,7 @@ class Job:
     def saved(self, worker: WorkerId, request: msg.SaveRequest, reason: str, now: float) -> list[Action]:
         """The answer to `PublishSave`."""
         self._saves[request] = reason
-        self._office.send(worker, msg.SaveAnswer(request.step, request.path, reason))
+        self._office.send(worker, msg.SaveAnswer(request.step, request.index, reason))
         return self._go_on(now)
 
     def published(self, written: msg.CheckpointWritten, path: str, reason: str, now: float) -> list[Action]:
@@ -355,14 +355,14 @@ class Job:
         if message in self._saves:  # said again after a seal; the answer may have been lost
             known = self._saves[message]
             if known is not None:
-                self._office.send(worker.id, msg.SaveAnswer(message.step, message.path, known))
+                self._office.send(worker.id, msg.SaveAnswer(message.step, message.index, known))
         elif worker.id in self.membership.members:
             self._saves = {said: answer for said, answer in self._saves.items() if said.step >= message.step}
             self._saves[message] = None
             self._office.want(PublishSave(worker.id, message))
-        else:
+        elif self.membership.current is not None:  # else it asks again after the seal that is to come
             why = "this worker is not a member any more"
-            self._office.send(worker.id, msg.SaveAnswer(message.step, message.path, why))
+            self._office.send(worker.id, msg.SaveAnswer(message.step, message.index, why))
 
     def _on_evaluationask(self, worker: Worker, message: msg.EvaluationAsk, now: float) -> None:
         key = (message.step, message.index)

@@ -172,9 +172,10 @@ class CheckpointFailed(Message, frozen=True):
 
 
 class SaveRequest(Message, frozen=True):
-    """`job.save(path)` wrote aside at `partial`; may it become `path`?"""
+    """`job.save(path)`, the task `index` after `step`, wrote aside at `partial`; may it become `path`?"""
 
     step: int
+    index: int
     partial: str
     path: str
 
@@ -281,10 +282,10 @@ class Checkpoint(Message, frozen=True):
 
 
 class SaveAnswer(Message, frozen=True):
-    """The answer to `SaveRequest`; `reason` is empty when `path` is in place."""
+    """The answer to `SaveRequest`; `reason` is empty when the path is in place."""
 
     step: int
-    path: str
+    index: int
     reason: str = ""
 
 

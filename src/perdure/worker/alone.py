@@ -37,12 +37,12 @@ class Alone:
                 self.deliver(msg.Acknowledged(record.step))
             case msg.Finished():
                 self.deliver(msg.Release())
-            case msg.SaveRequest(step, partial, path):
+            case msg.SaveRequest(step, index, partial, path):
                 try:
                     publish_save(Path(partial), Path(path), is_over=lambda _: True)
-                    self.deliver(msg.SaveAnswer(step, path))
+                    self.deliver(msg.SaveAnswer(step, index))
                 except OSError as error:
-                    self.deliver(msg.SaveAnswer(step, path, str(error)))
+                    self.deliver(msg.SaveAnswer(step, index, str(error)))
             case msg.EvaluationAsk(step, index, count):
                 self._deal(self._tasks.ask(ME, (step, index), count))
             case msg.EvaluationResult(step, index, micro_batch, values, weight):

@@ -220,7 +220,7 @@ class Job:
 
         def write(_: int) -> tuple[dict[str, float], float]:
             assert self._saver is not None
-            failed = self._saver.save_to(step.index, target)
+            failed = self._saver.save_to(step.index, index, target)
             return ({failed: 1.0} if failed else {}), 1.0
 
         # The one value of the task, if there is one, is named by what went wrong: so all workers know it.

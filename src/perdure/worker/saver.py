@@ -74,8 +74,11 @@ class Saver:
         )
         self._thread.start()
 
-    def save_to(self, step: int, target: Path) -> str:
-        """Write the state after `step` and wait until it lies at `target`; returns why not, if so."""
+    def save_to(self, step: int, index: int, target: Path) -> str:
+        """Write the state after `step` and wait until it lies at `target`; returns why not, if so.
+
+        `index` is the number of the task in the step's commit.
+        """
         partial = aside(target, self._writer)
         try:
             if reason := taken(target):
@@ -90,7 +93,7 @@ class Saver:
         runtime, inbox, asked = self._runtime, self._runtime.inbox, -1
         while True:
             with runtime.lock:
-                inbox.saves = [a for a in inbox.saves if (a.step, a.path) == (step, str(target))]
+                inbox.saves = [a for a in inbox.saves if (a.step, a.index) == (step, index)]
                 answer = inbox.saves.pop() if inbox.saves else None
                 seals = runtime.seals
             if answer is not None:
@@ -100,7 +103,7 @@ class Saver:
             if asked >= 0 and not _holds(partial, meta):
                 return ""  # an earlier coordinator put it in place, and died before it said so
             asked = seals
-            self._send(msg.SaveRequest(step, str(partial), str(target)))
+            self._send(msg.SaveRequest(step, index, str(partial), str(target)))
             runtime.wait_for_answer(lambda: bool(inbox.saves), asked)
 
     def _write(self, copy: Snapshot, step: int, directory: Path) -> None:
