@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perdure.core.failures import LOOP_LIMIT, Death, Failures
+from perdure.core.failures import ALL_LOST_LIMIT, LOOP_LIMIT, Death, Failures
 
 KILLED = Death("signal", None, 9)
 ERROR = Death("exception", 1, None, "ValueError", "train.py:12")
@@ -28,6 +28,16 @@ def test_progress_or_another_place_makes_it_a_new_error() -> None:
     assert failures.judge(Death("exception", 1, None, "ValueError", "train.py:13"), True).action == "replace"
     failures.progress()
     assert failures.judge(ERROR, True).action == "replace"
+
+
+def test_steps_that_come_again_end_an_error_but_no_row_of_total_losses() -> None:
+    failures = Failures(1000)
+    for _ in range(ALL_LOST_LIMIT - 1):
+        failures.judge(ERROR, True)
+        assert failures.all_lost(9).action == "replace"
+        failures.progress(further=False)
+    failures.judge(ERROR, True)
+    assert failures.all_lost(9).action == "stop"
 
 
 def test_a_crash_loop_at_start_up_ends_the_run() -> None:

@@ -364,6 +364,20 @@ def test_after_a_total_loss_checkpoints_and_evaluations_are_those_of_the_new_lif
     assert not rig.told(1, msg.EvaluationAll)
 
 
+def test_an_error_that_comes_again_after_some_steps_is_no_loop_though_their_lines_are_there() -> None:
+    rig = training(workers=2, steps=1, last_step=8)
+    rig.crash(0)
+    rig.exit(0, code=1)
+    rig.serve()
+    rig.started()
+    rig.serve()
+    rig.switch()
+    rig.commit(3)
+    rig.crash(1)
+    assert rig.ended is None
+    assert [action for _, _, action in rig.faults()] == ["replace", "replace"]
+
+
 def test_a_life_that_ends_before_the_last_line_of_metrics_ends_all_the_same() -> None:
     """P17: lines of an earlier life may go further than the state that is saved now."""
     rig = training(workers=1, checkpoint_every=100, last_step=7)

@@ -72,10 +72,15 @@ class Failures:
         """How long to wait before another worker is started: longer with each that ended at start-up."""
         return min(PAUSE_S * 2 ** (self._started_in_vain - 1), PAUSE_S_MAX) if self._started_in_vain else 0.0
 
-    def progress(self) -> None:
-        """A step was committed: earlier errors are over."""
+    def progress(self, further: bool = True) -> None:
+        """A step was committed: earlier errors are over. `further`: no earlier life of the job came to it.
+
+        A job that loses everybody again and again on the way to where it was makes no progress by that.
+        """
         self._since_progress.clear()
-        self._at_start = self._all_lost = 0
+        self._at_start = 0
+        if further:
+            self._all_lost = 0
 
     def reached_first_step(self) -> None:
         """Some worker got through its start-up."""

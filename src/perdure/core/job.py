@@ -22,8 +22,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import msgspec
-
 from perdure.core.actions import (
     Action,
     Discard,
@@ -52,7 +50,7 @@ from perdure.core.settings import Settings
 from perdure.core.staff import Node, Staff, Worker
 from perdure.schema import messages as msg
 from perdure.schema.ids import WorkerId
-from perdure.schema.plan import Address, Shape
+from perdure.schema.plan import Address
 
 REJOIN_S = 10.0
 """After a coordinator's restart, agents have this long to say hello again (P9)."""
@@ -242,7 +240,7 @@ class Job:
     def _on_ready(self, worker: Worker, message: msg.Ready, now: float) -> None:
         known = self.membership.shape
         if known is not None and known != message.shape:
-            what = f"trains something else than the others: {_difference(known, message.shape)}"
+            what = f"trains something else than the others: {known.difference(message.shape)}"
             self._office.end(1, f"worker {worker.id} {what}")
             return
         if self._blocks and self._blocks != message.shape.blocks:
@@ -307,6 +305,9 @@ class Job:
         )
 
     def _on_healfailed(self, worker: Worker, message: msg.HealFailed, now: float) -> None:
+        current = self.membership.current
+        if current is not None and message.generation < current.generation:
+            return  # in a later one it may have other donors
         self._office.say(f"worker {worker.id} could not take the state: {message.reason}")
         self._office.kill(worker.id)
 
@@ -568,16 +569,6 @@ class Job:
                     advice = "let all workers decide alike, by step.loss or what job.evaluate returned"
                     self._office.end(4, f"{text}: {advice}")
                     return
-
-
-def _difference(known: Shape, other: Shape) -> str:
-    """The first field in which two shapes differ, in words."""
-    for name in known.__struct_fields__:
-        a, b = getattr(known, name), getattr(other, name)
-        if a != b:
-            was, found = (msgspec.json.encode(value).decode()[:80] for value in (a, b))
-            return f"{name} is {found}, not {was}"
-    return "nothing"
 
 
 __all__ = [

@@ -55,6 +55,8 @@ class Office:
         self.hire_from = float("-inf")
         self.troubles = 0
         self.step_times: list[float] = []
+        self.committed = -1
+        """The last step committed since training began; `records` may know later ones of an earlier life."""
         self._out: list[Action] = []
 
     # ── verbs ───────────────────────────────────────────────────────────────────────────────────────
@@ -176,6 +178,7 @@ class Office:
 
     def restart(self, step: int) -> None:
         """Training begins after `step` (−1: anew)."""
+        self.committed = step
         self.records.restart(step)
         self.tasks.restart()
 
@@ -183,10 +186,13 @@ class Office:
         """A step is known to be committed: its line, once, and what follows from that."""
         if record.digest:
             self.heals.agreed(record.step)
-        for written in self.records.add(record):
+        lines = self.records.add(record)
+        if record.step > self.committed:
+            self.committed = record.step
+            self.failures.progress(further=any(isinstance(line, rec.Write) for line in lines))
+            self.troubles = 0
+        for written in lines:
             if isinstance(written, rec.Write):
-                self.failures.progress()
-                self.troubles = 0
                 self.step_times = [*self.step_times, written.record.time][-STEP_TIMES_KEPT:]
                 self.want(WriteRecord(written.record))
             else:

@@ -33,7 +33,7 @@ class Saving:
         self._placed: dict[str, int] = {}
         self._numbers = itertools.count(1)
         self._saves = 0
-        self._last_step = self._committed = -1
+        self._last_step = -1
         self.restorable = office.settings.checkpoints
         """Paths of what the job can go on from, the newest first."""
 
@@ -41,13 +41,11 @@ class Saving:
 
     def restart(self, step: int) -> None:
         """Training begins after `step` (−1: anew)."""
-        self._committed = step
         self._carry(self._checkpoints.restart(step))
 
     def record(self, record: Record) -> None:
         """A step is known to be committed: that may be what a checkpoint waited for."""
         self._office.record(record)
-        self._committed = max(self._committed, record.step)
         self._carry(self._checkpoints.known(self._office.records.agreed))
 
     def ask(self, now: float) -> None:
@@ -55,8 +53,7 @@ class Saving:
         office = self._office
         if office.phase != "training":
             return
-        # Not the last line of metrics.jsonl: that may be of a life that came further before all was lost.
-        step = max(self._committed, office.membership.progress)
+        step = max(office.committed, office.membership.progress)
         writer = next(iter(office.at_home(office.membership.members)), None)
         self._carry(self._checkpoints.due(step, writer, now))
 

@@ -94,6 +94,15 @@ class Shape(msgspec.Struct, frozen=True):
             return self.last_in_epoch
         return self.per_step
 
+    def difference(self, other: Shape) -> str:
+        """The first field in which another shape differs, in words."""
+        for name in self.__struct_fields__:
+            a, b = getattr(self, name), getattr(other, name)
+            if a != b:
+                was, found = (msgspec.json.encode(value).decode()[:80] for value in (a, b))
+                return f"{name} is {found}, not {was}"
+        return "nothing"
+
 
 class Position(msgspec.Struct, frozen=True):
     """What a worker has, reported after it sealed (P3, P4).
