@@ -25,7 +25,7 @@ from settings import STEP_1S, WORKERS
 
 import jobs
 
-REPEATS = 3
+REPEATS = 7
 KILLED_STEP = 12
 DEADLINE_S = 240.0
 TORCHFT = "torchft==0.2.0"

@@ -48,3 +48,11 @@ def test_who_joined_while_its_agent_was_cut_off_is_welcomed_all_the_same() -> No
     assert rig.told(start.worker, msg.Welcome)
     rig.exit(start.worker, code=1)
     assert rig.ended is None, "it is a script of perdure's: one start-up that failed"
+
+
+def test_who_is_ready_twice_is_the_same_peer() -> None:
+    """It said so while its agent was cut off: the hello has it, and then its own word comes."""
+    rig = training(workers=2)
+    peer = rig.job.membership.peers[1]
+    rig.say(1, rig.ready(Hand(1, "a")))
+    assert rig.job.membership.peers[1] is peer

@@ -238,6 +238,8 @@ class Job:
         self._office.send(worker.id, welcome)
 
     def _on_ready(self, worker: Worker, message: msg.Ready, now: float) -> None:
+        if worker.ready:
+            return  # its agent's hello had said so
         known = self.membership.shape
         if known is not None and known != message.shape:
             what = f"trains something else than the others: {known.difference(message.shape)}"
