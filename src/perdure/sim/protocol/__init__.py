@@ -4,6 +4,7 @@ simulation.py   one run: agents, workers, coordinator, judge      (start reading
 world.py        virtual time, chance, links that keep their order
 fabric.py       the connections between workers, by generation
 worker.py       a worker: main thread, control thread, data plane, around `core.member.Member`
+transports.py   its threads, one for each generation, which may be late
 reducing.py     its half of the exchange; healing.py: taking and giving state
 coordinator.py  the durable files and the links around `core.job.Job`; agents.py: relays that fork
 symbols.py      what is computed: sums as expressions, states as chains
