@@ -30,6 +30,7 @@ class Judge:
         self.commits = 0
         self._blind = False
         """Nobody is left who could tell a corrupt state from a sound one."""
+        self._late_leaver = False
         self._epoch: dict[int, str] = {}
         self._reached: dict[int, set[str]] = defaultdict(set)
         self._done: dict[tuple[int, int], set[WorkerId]] = defaultdict(set)
@@ -135,7 +136,7 @@ class Judge:
             reason = fields["reason"]
             if reason == "start":
                 self._start_over(fields["base"])
-            elif reason not in ("switch", "stop") and not self.sim.faults.disturbing:
+            elif reason not in ("switch", "stop") and not (self.sim.faults.disturbing or self._late_leaver):
                 self.wrong(f"generation {fields['generation']} interrupts training without a fault")
         elif name == "fault_detected" and fields["kind"] == "hang":
             network = {"partition", "blip", "sever"}
@@ -167,6 +168,8 @@ class Judge:
     def trouble(self, worker: SimWorker, peer: WorkerId) -> None:
         """P12: a connection that is in use is not taken away without a fault."""
         leaver = worker.leaving or self.sim.workers[peer].leaving
+        # Its old group may end before it is through with its last commit; the real mesh says goodbye there.
+        self._late_leaver = self._late_leaver or worker.leaving
         if not self.sim.faults.disturbing and not leaver and not self.sim.ending:
             self.wrong(f"P12: w{worker.id} lost its connection to w{peer} without a fault")
 
