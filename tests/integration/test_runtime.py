@@ -53,7 +53,7 @@ class Counter:
         return {"count": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # this worker only gives its state, it takes none
 
 
 class Worker:
