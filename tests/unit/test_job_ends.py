@@ -364,6 +364,12 @@ def test_after_a_total_loss_checkpoints_and_evaluations_are_those_of_the_new_lif
     assert not rig.told(1, msg.EvaluationAll)
 
 
+def test_a_step_that_is_still_to_come_again_is_not_acknowledged() -> None:
+    """Its record would be dropped by the members, and a checkpoint of it would wait for ever."""
+    rig = training(workers=2, steps=3, last_step=8)
+    assert [said.step for said in rig.told(0, msg.Acknowledged)] == [0, 1, 2]
+
+
 def test_an_error_that_comes_again_after_some_steps_is_no_loop_though_their_lines_are_there() -> None:
     rig = training(workers=2, steps=1, last_step=8)
     rig.crash(0)

@@ -200,7 +200,8 @@ class Office:
                 self.event("digest_differs", step=step, was=was, now=now)
                 self.say(f"step {step} came again with another digest: {was} → {now}")
         for worker in self.membership.members:
-            self.send(worker, msg.Acknowledged(self.records.last))
+            # No step that is still to come again: its record would be dropped before it is told.
+            self.send(worker, msg.Acknowledged(min(self.records.last, self.committed)))
 
     # ── what is known ───────────────────────────────────────────────────────────────────────────────
 
