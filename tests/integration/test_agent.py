@@ -501,7 +501,7 @@ def test_a_cancelled_agent_leaves_nothing(loop: Loop, tmp_path: Path) -> None:
 
     descriptors = len(os.listdir("/proc/self/fd"))
     assert living(loop.do(cancel())) == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors  # the garbage collector may close others'
 
 
 LAUNCHER = """

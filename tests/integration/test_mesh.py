@@ -219,8 +219,9 @@ def group() -> Iterator[Group]:
         yield made
     finally:
         made.close()
-    assert set(threading.enumerate()) == threads
-    # Others' tests may have left memory to the garbage collector, which closes it whenever it likes.
+    # Fewer than before is right: a loader's thread of an earlier test, or memory that was left to the
+    # garbage collector, ends whenever it likes.
+    assert set(threading.enumerate()) <= threads
     assert descriptors() <= before
 
 
