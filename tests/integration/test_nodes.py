@@ -88,6 +88,7 @@ def test_two_nodes_form_one_job_and_the_second_dies(nodes: Nodes) -> None:
     first = nodes.binder(2)
     assert stat.S_IMODE(nodes.secret.stat().st_mode) == 0o600
     assert not first.events("worker_started")  # two nodes were asked for
+    first.until(lambda: "perdure: waiting for 1 more node" in first.printed)
     second = nodes.start("second", 2)
     first.until(lambda: len(first.active()) == 4)
     goes_on(first)

@@ -65,6 +65,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
         (["--no-such-option"], "required: COMMAND; see perdure --help"),
         (["ps", "--no-such-option", "."], "ps: unknown --no-such-option; see perdure ps --help"),
         (["run", "no-such-script.py"], "no-such-script.py is not a file"),
+        (["run", "no-such-script.py", "--n", "2", "--s", "1"], "no-such-script.py is not a file"),
         (["run", "."], ". is a directory without a __main__.py"),
         (["run", "-m", "no_such_module"], "there is no module no_such_module in"),
         (["run", "-m", "json.no_such_module.x"], "there is no module json.no_such_module in"),
@@ -112,6 +113,9 @@ def test_ps_and_report_say_what_is_missing_in_a_directory(
 ) -> None:
     assert main(["ps", str(tmp_path)]) == 4
     assert "no run is going on in" in capsys.readouterr().err
+    (tmp_path / "logs").mkdir()  # all that a launcher writes that has connected to another
+    assert main(["ps", str(tmp_path)]) == 4
+    assert "ask in the RUN_DIR of the launcher that others connect to" in capsys.readouterr().err
     (tmp_path / "coordinator.json").write_text("{")
     assert main(["ps", str(tmp_path)]) == 4
     assert "does not answer" in capsys.readouterr().err
@@ -164,6 +168,7 @@ def test_a_plain_script_is_passed_a_signal_to_the_launcher(launcher: Launcher) -
     run.until(lambda: len(list(launcher.notes("wait").glob("*.waiting"))) == 2)
     run.signal(signal.SIGTERM)
     assert run.wait() == 143, run.story()
+    assert "perdure: signal 15: passed on to the workers; again to end at once" in run.printed
     assert "worker 0 saved something" in run.printed
     assert "worker 1 saved something" in run.printed
 

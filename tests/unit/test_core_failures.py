@@ -40,6 +40,17 @@ def test_steps_that_come_again_end_an_error_but_no_row_of_total_losses() -> None
     assert failures.all_lost(9).action == "stop"
 
 
+def test_a_newer_checkpoint_is_progress_and_the_same_one_again_is_not() -> None:
+    failures = Failures(1000)
+    for step in range(3 * ALL_LOST_LIMIT):
+        assert failures.all_lost(99).action == "replace"
+        failures.checkpoint(step)
+    for _ in range(ALL_LOST_LIMIT - 1):
+        assert failures.all_lost(99).action == "replace"
+        failures.checkpoint(3 * ALL_LOST_LIMIT - 1)
+    assert failures.all_lost(99).action == "stop"
+
+
 def test_a_crash_loop_at_start_up_ends_the_run() -> None:
     failures = Failures(1000)
     decisions = [failures.judge(KILLED, False).action for _ in range(LOOP_LIMIT)]

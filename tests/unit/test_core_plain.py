@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from perdure.core.actions import Action, End, Kill, Start
+from perdure.core.actions import Action, End, Kill, Say, Start
 from perdure.core.job import Job
 from perdure.core.plain import SIGNAL_GRACE_S
 from perdure.core.settings import Settings
@@ -87,6 +87,7 @@ def test_a_signal_is_passed_on_and_waited_for() -> None:
     run = Run()
     run.last = run.job.asked(15, run.now)
     assert run.of(Kill) == [Kill(0, 15), Kill(1, 15)]
+    assert [say.text for say in run.of(Say)] == ["signal 15: passed on to the workers; again to end at once"]
     run.ends(0)
     assert not run.of(End)
     run.ends(1, None, signal=15)

@@ -468,6 +468,17 @@ def test_a_stop_while_positions_are_collected_ends_the_run_when_nobody_is_left()
     assert new.ended.exit_code == 143
 
 
+def test_a_stop_before_anybody_has_come_back_does_not_speak_of_losses() -> None:
+    new = restarted(training(workers=1, steps=4), min_nodes=2)
+    new.hello("a", workers=1)
+    assert new.said[-1] == "waiting for 1 more node (--nnodes)"
+    new.take(new.job.asked(15, new.now))
+    assert "waiting 10 s at most for workers of before" in new.said[-1]
+    new.wait(10.1)
+    assert new.ended is not None
+    assert new.ended.message == "ended before training went on"
+
+
 def test_a_stop_that_comes_before_any_other_node_waits_for_them_once() -> None:
     new = restarted(training(workers=1, steps=4))
     new.hello("b", workers=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from job_rig import SHAPE, Rig, digest, training
+from perdure.core.failures import ALL_LOST_LIMIT
 from perdure.core.heals import CAUSE
-from perdure.core.job import ALL_LOST
 from perdure.core.saving import SAVES_MAX
 from perdure.schema import messages as msg
 from perdure.schema.plan import Position, Record
@@ -178,7 +178,8 @@ def test_a_stop_between_a_total_loss_and_the_start_after_it_says_what_is_lost() 
     assert rig.starts, "its replacement is on its way and has not joined"
     rig.take(rig.job.asked(2, rig.now))
     assert rig.ended is not None
-    assert (rig.ended.exit_code, rig.ended.message) == (130, ALL_LOST)
+    assert rig.ended.exit_code == 130
+    assert rig.ended.message == "every worker was lost before the state could be saved"
 
 
 def test_the_last_state_is_written_before_anybody_goes() -> None:
@@ -205,6 +206,25 @@ def test_if_the_writer_of_the_last_state_dies_another_writes_it() -> None:
     rig.serve(0)
     rig.write(1, SHAPE.until - 1)
     assert rig.told(1, msg.Release)
+
+
+def test_total_losses_while_the_last_state_is_written_are_told_and_counted() -> None:
+    rig = training(workers=2)
+    for life in range(ALL_LOST_LIMIT):
+        assert rig.ended is None
+        rig.commit(SHAPE.until - 2 if life == 0 else SHAPE.until - 1)
+        for worker in rig.members:
+            rig.hands[worker].committed += 1
+        rig.finish()
+        assert rig.job.phase == "saving"
+        for worker in rig.members:
+            rig.kill(worker)
+        rig.started()
+        rig.serve()
+    assert rig.said.count("every worker was lost; training goes on from the beginning") == ALL_LOST_LIMIT - 1
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 1
+    assert "every worker was lost 5 times in a row, none beyond step 10" in rig.ended.message
 
 
 def test_a_loss_that_the_others_end_before_is_told_all_the_same() -> None:

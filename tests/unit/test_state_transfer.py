@@ -200,6 +200,39 @@ def test_room_that_was_made_ahead_is_used_if_it_suffices(pieces: int) -> None:
     assert receiver.finish() == donor.session.digest == joiner.digest()
 
 
+class Particular:
+    """Takes only tensors that begin where their storage begins, as some of torch's own code does."""
+
+    def __init__(self, seed: int) -> None:
+        self.numbers = torch.full((5,), float(seed))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"numbers": self.numbers}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        assert state["numbers"].storage_offset() == 0
+        assert state["numbers"].untyped_storage().nbytes() == self.numbers.nbytes
+        self.numbers = state["numbers"]
+
+
+def test_what_others_load_does_not_lie_in_the_room_made_ahead() -> None:
+    """`Generator.set_state` reads from the beginning of the storage, wherever in it the tensor lies."""
+
+    def things(seed: int, steps: int) -> dict[str, Any]:
+        generators = {f"other{n}": torch.Generator().manual_seed(seed + n) for n in range(2)}
+        return script(seed, steps) | generators | {"particular": Particular(seed)}
+
+    state, joined = ProtectedState(things(0, 3)), things(9, 0)
+    donor, joiner = Donor(state, Session(3, state.digest()), CHUNK), ProtectedState(joined)
+    receiver = Receiver(joiner, chunk_bytes=CHUNK)
+    receiver.reserve(2 * donor.total_bytes, lambda: False)
+    receiver.begin(donor.session, donor.description, staged=False)
+    for chunk in receiver.missing():
+        carry(donor, receiver, chunk)
+    assert receiver.finish() == donor.session.digest == joiner.digest()
+    assert torch.equal(joined["particular"].numbers, torch.zeros(5))
+
+
 def test_addresses_say_where_the_bytes_are() -> None:
     [donor] = donors(1)
     entries = ProtectedState(script(0, 3)).tensors()

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from perdure.schema.errors import PerdureError, UsageError
 
@@ -25,7 +25,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with exit code 4 and one line for wrong usage."""
+    """argparse with exit code 4 and one line for wrong usage.
+
+    Options are written out: argparse looks at a script's own options too, and would take `--n` for one
+    of ours that is cut short.
+    """
+
+    def __init__(self, **known: Any) -> None:
+        super().__init__(**known, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         where = self.prog.removeprefix("perdure").lstrip()  # `main` puts the program's name before it

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from perdure.cli.access import ACCESS, Access, rows_of
+from perdure.coordinator.rundir import JOB
 from perdure.schema.errors import UsageError, WireError
 from perdure.schema.messages import PsRow
 
@@ -43,9 +44,10 @@ def ask(run_dir: Path) -> tuple[PsRow, ...]:
         access = msgspec.json.decode((run_dir / ACCESS).read_bytes(), type=Access)
         return rows_of(access.host, access.port, bytes.fromhex(access.secret))
     except FileNotFoundError:
-        raise UsageError(
-            f"ps: no run is going on in {run_dir}; start it with `perdure run --run-dir {run_dir} …`"
-        ) from None
+        advice = f"start it with `perdure run --run-dir {run_dir} …`"
+        if (run_dir / "logs").is_dir() and not (run_dir / JOB).exists():
+            advice = "of a job on several nodes ask in the RUN_DIR of the launcher that others connect to"
+        raise UsageError(f"ps: no run is going on in {run_dir}; {advice}") from None
     except (OSError, WireError, msgspec.DecodeError) as error:
         raise UsageError(
             f"ps: the run in {run_dir} does not answer ({error}); is its launcher still there?"

@@ -65,6 +65,7 @@ class Failures:
         self._last_at_start: tuple[str, str] | None = None
         self._started_in_vain = 0
         self._all_lost = 0
+        self._newest = -1
         self._last: Death | None = None
 
     @property
@@ -81,6 +82,11 @@ class Failures:
         self._at_start = 0
         if further:
             self._all_lost = 0
+
+    def checkpoint(self, step: int) -> None:
+        """A checkpoint of the state after `step` is in place: later lives begin there."""
+        if step > self._newest:
+            self._newest, self._all_lost = step, 0
 
     def reached_first_step(self) -> None:
         """Some worker got through its start-up."""

@@ -17,9 +17,7 @@ they meet in `office`.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 from perdure.core.actions import (
@@ -54,16 +52,6 @@ from perdure.schema.plan import Address
 
 REJOIN_S = 10.0
 """After a coordinator's restart, agents have this long to say hello again (P9)."""
-
-HEAL_BYTES_PER_S = 500e6
-"""A careful guess at how fast a joiner takes its state."""
-
-REST_SHARE = 0.25
-"""A joiner whose healing lasts longer than this share of a step computes nothing in its first."""
-
-
-ALL_LOST = "every worker was lost before the state could be saved"
-"""A stop that came between a total loss and the start after it."""
 
 
 class Job:
@@ -139,6 +127,8 @@ class Job:
             rank = len(self.staff.nodes)
             node = Node(hello.node, hello.host, hello.workers, hello.standby, rank)
             self.staff.nodes[hello.node] = node
+            if (missing := self.settings.min_nodes - len(self.staff.nodes)) > 0:
+                self._office.say(f"waiting for {missing} more node{'s' if missing > 1 else ''} (--nnodes)")
         else:
             self._reconnected(hello, now)
         node.lost_at = None
@@ -199,12 +189,15 @@ class Job:
         office = self._office
         if self._office.stopping or self.phase == "released":
             office.end(128 + signum, "ended at once")
-        elif self.phase in ("training", "saving") or self._may_rejoin(now):
+        elif self.phase in ("training", "saving"):
             office.say(f"signal {signum}: finishing the step and saving; again to end at once")
-        elif self._plain.is_plain():
+        elif self._may_rejoin(now):
+            what = f"waiting {REJOIN_S:g} s at most for workers of before, to save their state"
+            office.say(f"signal {signum}: {what}; again to end at once")
+        elif self._plain.is_plain() and self.staff.workers:
             self._plain.asked(signum, now)
         else:
-            office.end(128 + signum, ALL_LOST if self.membership.begun else "ended before training began")
+            office.end(128 + signum, self._unsaved())
         office.stopping = office.stopping or signum
         return self._go_on(now)
 
@@ -437,7 +430,7 @@ class Job:
             self._rejoin(now)
             return
         if self._office.stopping and not self._plain.signalled:
-            self._office.end(128 + self._office.stopping, ALL_LOST)
+            self._office.end(128 + self._office.stopping, self._unsaved())
             return
         restoring = self.staff.workers.get(self._restoring) if self._restoring is not None else None
         if restoring is None or restoring.stopped:
@@ -450,6 +443,14 @@ class Job:
             self._office.send(self._restoring, msg.Restore(self._saving.restorable))
         elif self._restoring is None:
             self._open_first(now)
+
+    def _unsaved(self) -> str:
+        """Why a stop saves nothing that comes when nobody is there, as between a total loss and the start."""
+        if self.membership.begun:
+            return "every worker was lost before the state could be saved"
+        if self._office.attempt:
+            return "ended before the script started again"
+        return f"ended before training {'began' if self.records.last < 0 else 'went on'}"
 
     def _open_first(self, now: float, step: int = -1) -> None:
         self._saving.restart(step)
@@ -537,14 +538,7 @@ class Job:
         able = sorted({*membership.spare, *(w for w in joining if not membership.peers[w].leaving)})
         wanted = [*staying, *able[:room]]
         if wanted and wanted != list(current):
-            self._office.carry(membership.prepare(wanted, resting=self._heal_is_long()), now)
-
-    def _heal_is_long(self) -> bool:
-        shape, times = self.membership.shape, self._office.step_times
-        if shape is None or len(times) < 2:
-            return True
-        step_s = statistics.median(b - a for a, b in pairwise(times))
-        return shape.state_bytes / HEAL_BYTES_PER_S > REST_SHARE * step_s
+            self._office.carry(membership.prepare(wanted, resting=self._office.heal_is_long), now)
 
     def _finish(self, now: float) -> None:
         """P17: when every member has finished, with the same state, the last one is written."""

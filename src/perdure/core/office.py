@@ -7,7 +7,9 @@ actions here.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from perdure.core import membership as mem
@@ -35,6 +37,12 @@ from perdure.schema.plan import Record
 
 STEP_TIMES_KEPT = 10
 
+HEAL_BYTES_PER_S = 500e6
+"""A careful guess at how fast a joiner takes its state."""
+
+REST_SHARE = 0.25
+"""A joiner whose healing lasts longer than this share of a step computes nothing in its first."""
+
 
 class Office:
     """The state that is shared, and the verbs. Not thread-safe, never blocks."""
@@ -54,7 +62,7 @@ class Office:
         self.stopping = 0  # the signal that asked for it
         self.hire_from = float("-inf")
         self.troubles = 0
-        self.step_times: list[float] = []
+        self._step_times: list[float] = []
         self.committed = -1
         """The last step committed since training began; `records` may know later ones of an earlier life."""
         self._out: list[Action] = []
@@ -193,7 +201,7 @@ class Office:
             self.troubles = 0
         for written in lines:
             if isinstance(written, rec.Write):
-                self.step_times = [*self.step_times, written.record.time][-STEP_TIMES_KEPT:]
+                self._step_times = [*self._step_times, written.record.time][-STEP_TIMES_KEPT:]
                 self.want(WriteRecord(written.record))
             else:
                 step, was, now = written.step, written.was, written.now
@@ -209,6 +217,15 @@ class Office:
     def in_training(self) -> bool:
         """Whether the job has members that train: what fails beside them has not failed at the start."""
         return self.phase == "training" and bool(self.membership.members)
+
+    @property
+    def heal_is_long(self) -> bool:
+        """Whether a joiner should rest in its first step; true while that is not known."""
+        shape, times = self.membership.shape, self._step_times
+        if shape is None or len(times) < 2:
+            return True
+        step_s = statistics.median(b - a for a, b in pairwise(times))
+        return shape.state_bytes / HEAL_BYTES_PER_S > REST_SHARE * step_s
 
     def at_home(self, workers: Sequence[WorkerId]) -> list[WorkerId]:
         """Those of these workers whose disk is the one that checkpoints lie on."""

@@ -63,6 +63,7 @@ class PlainScript:
     def asked(self, signum: int, now: float) -> None:
         """Pass a signal to the launcher on, for scripts that save something then."""
         self._signalled_at = now
+        self._office.say(f"signal {signum}: passed on to the workers; again to end at once")
         for worker in self._office.staff.workers.values():
             if worker.finished is None:
                 worker.stopped = True

@@ -82,6 +82,7 @@ class Saving:
             self.save_again()
             return
         self._placed[path] = number
+        self._office.failures.checkpoint(written.step)
         paths = dict.fromkeys((path, *self.restorable))
         self.restorable = tuple(sorted(paths, key=lambda p: -self._placed.get(p, 0)))[:2]
         step, nbytes, seconds = written.step, written.nbytes, written.seconds
@@ -143,7 +144,7 @@ class Saving:
         self._saves += 1
         left = [w for w in office.staff.workers.values() if w.finished is not None and not w.stopped]
         if not left:
-            office.phase = "gathering"
+            office.phase = "training"  # of nobody: a total loss, as before the last step
         elif self._saves > SAVES_MAX:
             office.say("the last state is not saved")
             self._release()

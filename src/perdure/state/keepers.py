@@ -328,8 +328,13 @@ def _refreshed(
 
 
 def _decoded(sub: Tree, restoration: Restoration) -> Any:
-    """The saved value, all its tensors new."""
-    return _refreshed(sub, None, restoration, _as_saved)
+    """The saved value for code of others, all its tensors new and on their own."""
+
+    def tensor(name: str) -> torch.Tensor:
+        spec = restoration.spec(name)
+        return restoration.make(spec, _as_saved(spec), own=True)
+
+    return decode(sub, tensor)
 
 
 class GeneratorKeeper:
@@ -356,7 +361,7 @@ class GeneratorKeeper:
                 f"{self._generator.device.type} one here"
             )
         spec = restoration.spec(tree["state"]["name"])
-        restoration.later(lambda: void(self._generator.set_state(restoration.make(spec, CPU))))
+        restoration.later(lambda: void(self._generator.set_state(restoration.make(spec, CPU, own=True))))
 
 
 class PlainKeeper:

@@ -76,14 +76,18 @@ class Restoration:
         else:  # a view with holes: what lies in the holes is somebody else's
             live.detach().copy_(typed(self._source[spec.name], spec))
 
-    def make(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-        """A new tensor with the entry's bytes; the same one when asked again, so that ties stay ties."""
+    def make(self, spec: TensorSpec, device: torch.device, own: bool = False) -> torch.Tensor:
+        """A new tensor with the entry's bytes; the same one when asked again, so that ties stay ties.
+
+        `own`: it begins where its storage begins, as a tensor that torch has made does. Code of others may
+        take that for granted: `Generator.set_state` reads from there, `torch.save` writes all of it.
+        """
         key = (spec.name, device)
         if key not in self._made:
             source = self._source[spec.name]
             if device.type != "cpu":
                 source = source.to(device)
-            elif not self._adopt:
+            elif own or not self._adopt:
                 source = source.clone()
             self._made[key] = typed(source, spec)
         return self._made[key]
