@@ -55,6 +55,7 @@ class Rig:
         self.starts: list[core.Start] = []
         self.kills: list[WorkerId] = []
         self.turned_away: list[str] = []
+        self.shapes: dict[WorkerId, Shape] = {}
         self.written: list[Record] = []
         self.seen: list[core.Event] = []
         self.said: list[str] = []
@@ -129,7 +130,7 @@ class Rig:
             self.hands[start.worker] = hand = Hand(start.worker, start.node)
             self.take(self.job.worker_started(hand.id, 1000 + hand.id, self.now))
             self.say(hand.id, msg.Joined())
-            self.say(hand.id, self.ready(hand, shape))
+            self.say(hand.id, self.ready(hand, self.shapes.get(hand.id, shape)))
 
     def say(self, worker: WorkerId, message: msg.WorkerMessage) -> None:
         self.take(self.job.worker_said(worker, message, self.now))

@@ -18,6 +18,8 @@ from launched import Launched, expect, launch, run
 from test_api_exact import judged
 
 SCRIPT = Path(__file__).parent.parent / "train_task.py"
+STEPS = 100_000
+"""More than any test here waits for."""
 
 
 def free_port() -> int:
@@ -42,12 +44,21 @@ class Nodes:
         self.port = free_port()
         self._stack = stack
 
-    def start(self, name: str, workers: int, *, nnodes: str = "2", blocks: int = 4) -> Launched:
+    def start(
+        self,
+        name: str,
+        workers: int,
+        *,
+        nnodes: str = "2",
+        blocks: int = 4,
+        task: str = "mlp",
+        steps: int = STEPS,
+    ) -> Launched:
         where = f"127.0.0.1:{self.port}"
         options = ["--nproc-per-node", workers, "--nnodes", nnodes, "--coordinator", where]
         return self._stack.enter_context(
             launch(
-                self.directory, SCRIPT, "mlp", "--steps", 100_000, "--blocks", blocks, "--compute-ms", 30,
+                self.directory, SCRIPT, task, "--steps", steps, "--blocks", blocks, "--compute-ms", 30,
                 "--digests", self.directory, options=[*options, "--secret", self.secret], name=name,
             )
         )  # fmt: skip
@@ -122,6 +133,21 @@ def test_a_job_grows_by_a_node_that_comes_later_and_again(nodes: Nodes) -> None:
     goes_on(first)
     assert {line["workers"] for line in first.metrics()} == {1, 2, 3}
     nodes.finish(first, third, blocks=2)
+
+
+def test_a_node_that_was_started_wrongly_is_turned_away_and_the_job_goes_on(nodes: Nodes) -> None:
+    first = nodes.binder(1, nnodes="1:2", blocks=2)
+    goes_on(first)
+    other = nodes.start("other", 1, nnodes="1:2", blocks=2, steps=STEPS - 1)
+    assert other.wait() == 4, other.story()
+    assert "until is 99999, not 100000; start it with the arguments of the other nodes" in other.printed
+    goes_on(first)
+    broken = nodes.start("broken", 1, nnodes="1:2", blocks=2, task="none")
+    assert broken.wait() == 1, broken.story()
+    assert "3 workers in a row ended at start-up here, before job.steps began" in broken.printed
+    assert len(re.findall(r"node \S+ is turned away", first.printed)) == 2
+    goes_on(first)
+    nodes.finish(first, blocks=2)
 
 
 def test_the_binder_dies_and_comes_back_while_the_other_nodes_workers_live_on(nodes: Nodes) -> None:

@@ -284,6 +284,47 @@ def test_deaths_at_start_up_end_the_run_when_nobody_trains() -> None:
     assert "at start-up, before job.steps began: signal 9" in rig.ended.message
 
 
+def fail_to_start(rig: Rig) -> None:
+    """Every worker that was ordered raises the same error before its first step."""
+    orders = [start.worker for start in rig.starts]
+    rig.starts.clear()
+    for worker in orders:
+        rig.take(rig.job.worker_started(worker, 1, rig.now))
+        rig.say(worker, msg.Joined())
+    for worker in orders:
+        rig.crash(worker)
+        rig.exit(worker, code=1)
+    rig.wait(20.0)
+
+
+def test_a_node_on_which_nobody_gets_to_the_first_step_is_turned_away_and_the_others_go_on() -> None:
+    """All between two commits, so that the same error comes again without progress."""
+    rig = training(workers=2)
+    rig.hello("b", workers=2)
+    for attempt in range(3):
+        assert rig.turned_away == [], attempt
+        fail_to_start(rig)
+    assert rig.turned_away == ["b"]
+    assert "3 workers in a row ended at start-up here, before job.steps began" in rig.said[-1]
+    assert set(rig.job.staff.workers) == {0, 1}
+    rig.commit()
+    assert rig.ended is None
+
+
+def test_replacements_that_cannot_start_do_not_end_the_training_of_the_others() -> None:
+    rig = training(workers=2, max_failures=2)
+    rig.kill(1)
+    rig.serve()
+    for _ in range(10):
+        assert len(rig.starts) == 1
+        fail_to_start(rig)
+    assert rig.ended is None
+    rig.started()
+    rig.serve()
+    rig.switch()
+    assert len(rig.members) == 2
+
+
 def test_workers_killed_together_at_start_up_are_replaced() -> None:
     """Whoever kills three of four starting workers at once shows no crash loop."""
     rig = Rig()
@@ -491,6 +532,31 @@ def test_a_stop_that_comes_before_any_other_node_waits_for_them_once() -> None:
     new.finish()
     new.write(0, 3)
     assert new.told(0, msg.Release)[0].exit_code == 143
+
+
+def test_a_node_that_trains_something_else_is_turned_away_and_the_others_go_on() -> None:
+    rig = training(workers=2)
+    rig.hello("b", workers=2)
+    rig.started(msgspec.structs.replace(SHAPE, until=40))
+    assert rig.turned_away == ["b"]
+    assert "until is 40, not 10; start it with the arguments of the other nodes" in rig.said[-1]
+    rig.take(rig.job.agent_lost("b", rig.now))
+    rig.commit()
+    assert rig.ended is None
+    assert rig.members == (0, 1)
+    assert set(rig.job.staff.workers) == {0, 1}
+    assert rig.faults() == []
+
+
+def test_a_worker_that_differs_from_its_own_nodes_others_ends_the_run() -> None:
+    rig = Rig()
+    rig.hello(workers=2)
+    rig.shapes[1] = msgspec.structs.replace(SHAPE, per_step=4)
+    rig.started()
+    assert rig.ended is not None
+    assert (rig.ended.exit_code, rig.turned_away) == (1, [])
+    text = "worker 1 trains something else than the others: per_step is 4, not 8"
+    assert rig.ended.message == text
 
 
 def test_a_node_too_many_is_turned_away_and_changes_nothing() -> None:

@@ -279,6 +279,27 @@ def test_a_tail_that_crashes_again_is_the_scripts_error() -> None:
     assert rig.ended.exit_code == 1
 
 
+def test_tails_that_are_lost_again_and_again_end_the_run() -> None:
+    rig = training(workers=2)
+    end_of(rig)
+    rig.write(0, SHAPE.until - 1)
+    rig.restored = SHAPE.until - 1
+    rig.exit(1, code=0)
+    worker = 0
+    while rig.ended is None and worker < 2 * ALL_LOST_LIMIT:
+        rig.kill(worker)
+        if rig.ended is None:
+            rig.started()
+            worker = max(rig.hands)
+            rig.serve()
+            rig.finish()
+    assert len(rig.faults()) == ALL_LOST_LIMIT
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 1
+    text = "5 workers in a row were lost after the last step, before the script ended; the last one "
+    assert rig.ended.message.endswith(text + "ended by signal 9")
+
+
 def test_without_checkpoints_a_crashed_tail_cannot_run_again() -> None:
     rig = training(workers=1, checkpoint_every=0)
     end_of(rig)

@@ -190,7 +190,7 @@ class Server:
                 grows = job.membership.begun and node not in job.staff.nodes
                 self._act(lambda now: job.agent_joined(message, now))
                 if grows and node in job.staff.nodes:
-                    self._say(f"node {node} joins with {message.workers} workers")
+                    self._say(f"node {node} joins with {message.workers} worker{'s' * (message.workers > 1)}")
             case msg.WorkerStarted(worker, pid):
                 self._act(lambda now: job.worker_started(worker, pid, now))
             case msg.WorkerEnding():
@@ -245,8 +245,8 @@ class Server:
                     self._start_worker(action)
                 case core.Kill(worker, signum):
                     self._to_node_of(worker, msg.StopWorker(worker, signum))
-                case core.TurnAway(node, text):
-                    self._agents.pop(node).write(encode(msg.EndAgent(UsageError.exit_code, text)))
+                case core.TurnAway(node, text, exit_code):
+                    self._agents.pop(node).write(encode(msg.EndAgent(exit_code, text)))
                 case core.Event(name, fields):
                     self._run_dir.event(name, fields)
                 case core.WriteRecord(record):

@@ -42,10 +42,11 @@ class Kill:
 
 @dataclass(frozen=True)
 class TurnAway:
-    """There is no place for this node: end its agent, and say why."""
+    """There is no place for this node: end its agent with an exit code, and say why."""
 
     node: str
     message: str
+    exit_code: int = 4
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perdure.core.actions import GiveUp
-from perdure.core.failures import Death, Decision
+from perdure.core.actions import GiveUp, TurnAway
+from perdure.core.failures import LOOP_LIMIT, Death, Decision
 from perdure.core.heals import CAUSE
 from perdure.core.office import Office
 from perdure.core.plain import PlainScript
@@ -76,6 +76,7 @@ class Deaths:
                 self._plain.start_again()
         elif not self._stops(worker, _death(worker, exited), exited, worker.ready):
             self._replace(worker, now, doing)
+            self._look_at_start(worker, _death(worker, exited))
 
     def crashed(self, worker: Worker, crash: msg.Crashed, now: float) -> None:
         """A worker's script raised. What its process still does concerns nobody; its exit means nothing."""
@@ -87,8 +88,10 @@ class Deaths:
         worker.ending_since = now
         worker.progress = crash.doing or worker.progress
         self._put_down(worker.id)
-        if not self._stops(worker, _exception(crash, crash.exit_code, None), None, worker.ready):
+        death = _exception(crash, crash.exit_code, None)
+        if not self._stops(worker, death, None, worker.ready):
             self._replace(worker, now, _doing(crash.doing))
+            self._look_at_start(worker, death)
 
     def fault(self, worker: WorkerId, death: Death, detected_by: str, now: float) -> None:
         """A fault of a living worker: end it and go on without it."""
@@ -106,13 +109,8 @@ class Deaths:
     def node_lost(self, node: Node, now: float) -> None:
         """A node is out of reach: its workers are lost; it may come back as a new one."""
         office = self._office
-        del office.staff.nodes[node.name]
         office.say(f"node {node.name} is lost")
-        if there := tuple(worker.id for worker in office.staff.on(node.name)):
-            office.want(GiveUp(there))
-        for worker in office.staff.on(node.name):
-            del office.staff.workers[worker.id]
-            self._accounted.add(worker.id)
+        for worker in self._strike_off(node):
             self._put_down(worker.id)
             death = Death("node", None, None, message=f"node {node.name} is out of reach")
             decision = self._decide(worker, death, "lease", now - (node.lost_at or now), worker.ready)
@@ -123,6 +121,40 @@ class Deaths:
         if not office.staff.nodes:
             office.end(1, "every node is lost")
         self._saving.save_again()
+
+    def turn_away(self, node: Node, why: str, exit_code: int = 4) -> None:
+        """A node that has nobody in the job is not of it."""
+        self._strike_off(node)
+        self._office.want(TurnAway(node.name, why, exit_code))
+        self._office.say(f"node {node.name} is turned away: {why}")
+
+    def _look_at_start(self, worker: Worker, death: Death) -> None:
+        """A node on which nobody gets to the first step is not waited for while others train."""
+        office, node = self._office, self._office.staff.nodes.get(worker.node)
+        if node is None or worker.ready:
+            return
+        if worker.id >= node.counts_from:
+            node.failed_starts += 1
+        node.counts_from = office.staff.first_id
+        if any(other.ready for other in office.staff.on(node.name)):
+            node.failed_starts = 0
+        elif (
+            office.in_training and node.failed_starts >= LOOP_LIMIT and node.name != office.settings.home_node
+        ):
+            text = f"{node.failed_starts} workers in a row ended at start-up here, before job.steps began"
+            self.turn_away(node, f"{text}; the last one {death.message}", 1)
+
+    def _strike_off(self, node: Node) -> list[Worker]:
+        """The node's workers, of whom nothing more is expected."""
+        office = self._office
+        del office.staff.nodes[node.name]
+        there = office.staff.on(node.name)
+        if there:
+            office.want(GiveUp(tuple(worker.id for worker in there)))
+        for worker in there:
+            del office.staff.workers[worker.id]
+            self._accounted.add(worker.id)
+        return there
 
     def vanished(self, worker: Worker, now: float) -> None:
         """An agent that said hello again does not have this worker any more: how it ended may be told yet."""
@@ -199,6 +231,8 @@ class Deaths:
         office = self._office
         again = worker.id >= self._hired_at_start
         decision = office.failures.judge(death, ready, office.in_training, again)
+        if worker.released and decision.action == "replace":
+            decision = office.failures.tail_lost((worker.node, worker.slot), death)
         if not ready:
             self._hired_at_start = office.staff.first_id
         self._tell(worker, death, detected_by, detect_s, decision)

@@ -4,12 +4,14 @@
   the user's error, and so is one that every worker raises in one step.
 - A death without an exception (signal, exit code) that repeats at start-up, before any worker reached its
   first step, is a crash loop.
-- Every worker lost, several times in a row without a further commit, is a crash loop however they ended.
+- Every worker lost, several times in a row without a further commit or a newer checkpoint, is a crash loop
+  however they ended; so is a place whose worker is lost as often after the last step.
 - Everything else is a fault: SEV2 (restart the process), within a budget.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 LOOP_LIMIT = 3
@@ -17,7 +19,7 @@ LOOP_LIMIT = 3
 
 
 ALL_LOST_LIMIT = 5
-"""So many times in a row every worker was lost, no further step committed in between: a crash loop."""
+"""So many times in a row every worker was lost, without progress in between: a crash loop."""
 
 PAUSE_S = 0.05
 PAUSE_S_MAX = 10.0
@@ -59,13 +61,14 @@ class Failures:
 
     def __init__(self, max_failures: int) -> None:
         self.max_failures = max_failures
-        self.count = 0
+        self.count = self._forgiven = 0
         self._since_progress: set[tuple[str, str]] = set()
         self._at_start = 0
         self._last_at_start: tuple[str, str] | None = None
         self._started_in_vain = 0
         self._all_lost = 0
         self._newest = -1
+        self._tails: Counter[tuple[str, int]] = Counter()
         self._last: Death | None = None
 
     @property
@@ -101,19 +104,32 @@ class Failures:
         text = f"every worker was lost {self._all_lost} times in a row, none beyond step {step}{how}"
         return Decision("SEV1", "stop", 1, text)
 
+    def tail_lost(self, place: tuple[str, int], death: Death) -> Decision:
+        """A worker was lost after the last step, and its place has not brought the script to its end yet."""
+        self._tails[place] += 1
+        if self._tails[place] < ALL_LOST_LIMIT:
+            return Decision("SEV2", "replace")
+        text = f"{self._tails[place]} workers in a row were lost after the last step, before the script ended"
+        return Decision("SEV2", "stop", 1, f"{text}; the last one {death.message}")
+
     def judge(
         self, death: Death, reached_first_step: bool, in_training: bool = False, again: bool = True
     ) -> Decision:
         """Decide what a death means; counts it.
 
-        With others `in_training` a start-up that fails again and again is no crash loop of the job. `again`
-        says that this worker was started after the last that ended at start-up; those that were started
-        together and end together show one failure of the start-up, not several.
+        With others `in_training` a start-up that fails, however often, costs them nothing: it neither ends
+        the job nor counts against its budget. `again` says that this worker was started after the last that
+        ended at start-up; those that were started together and end together show one failure of the
+        start-up, not several.
         """
         self.count += 1
         self._last = death
-        if not reached_first_step and death.kind != "node":
+        at_start = not reached_first_step and death.kind != "node"
+        if at_start:
             self._started_in_vain += 1
+        if at_start and in_training:
+            self._forgiven += 1
+            return Decision("SEV2", "replace")
         if death.refused:
             return Decision("SEV2", "stop", death.exit_code or 4, death.message)
         repeated = bool(death.exception) and death.signature in self._since_progress
@@ -125,7 +141,7 @@ class Failures:
                 1,
                 f"{death.exception} at {death.where} again without progress: an error of the script",
             )
-        if not reached_first_step and death.kind != "node" and not in_training:
+        if at_start:
             if death.signature != self._last_at_start:
                 self._at_start = 1
             elif again:
@@ -139,8 +155,9 @@ class Failures:
                     1,
                     f"{self._at_start} workers in a row ended at start-up, before job.steps began: {what}",
                 )
-        if self.count > self.max_failures:
+        spent = self.count - self._forgiven
+        if spent > self.max_failures:
             return Decision(
-                "SEV1", "stop", 3, f"{self.count} failures, more than --max-failures {self.max_failures}"
+                "SEV1", "stop", 3, f"{spent} failures, more than --max-failures {self.max_failures}"
             )
         return Decision("SEV2", "replace")

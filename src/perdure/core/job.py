@@ -235,8 +235,7 @@ class Job:
             return  # its agent's hello had said so
         known = self.membership.shape
         if known is not None and known != message.shape:
-            what = f"trains something else than the others: {known.difference(message.shape)}"
-            self._office.end(1, f"worker {worker.id} {what}")
+            self._refuse(worker, f"trains something else than the others: {known.difference(message.shape)}")
             return
         if self._blocks and self._blocks != message.shape.blocks:
             now_asked = message.shape.blocks
@@ -253,6 +252,15 @@ class Job:
         self.failures.reached_first_step()
         address = Address(worker.id, worker.node, message.host, message.port)
         self.membership.ready(address, message.position, message.shape)
+
+    def _refuse(self, worker: Worker, what: str) -> None:
+        """A worker does not fit: its node goes, started wrongly, unless others of that node do fit."""
+        node, why = self.staff.nodes[worker.node], f"worker {worker.id} {what}"
+        fits = any(w.ready for w in self.staff.on(node.name)) or node.name == self.settings.home_node
+        if fits or self._rejoin_until is not None:
+            self._office.end(1, why)
+        else:
+            self._deaths.turn_away(node, f"{why}; start it with the arguments of the other nodes")
 
     def _on_report(self, worker: Worker, message: msg.Report, now: float) -> None:
         self._office.carry(self.membership.report(worker.id, message.generation, message.position), now)

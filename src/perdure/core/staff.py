@@ -20,6 +20,9 @@ class Node:
     standby: int
     rank: int
     lost_at: float | None = None
+    failed_starts: int = 0
+    """How many in a row, each of a worker that was started after the one before."""
+    counts_from: WorkerId = 0
 
 
 @dataclass
