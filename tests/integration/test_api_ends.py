@@ -31,6 +31,8 @@ def test_a_job_goes_on_with_more_steps_and_other_workers_or_anew(tmp_path: Path)
         options=["--nproc-per-node", 1, "--fresh"],
     )  # fmt: skip
     assert fresh.steps() == [0, 1]
+    logs = {path.name for path in (fresh.run_dir / "logs").iterdir()}
+    assert logs == {"worker-0.out", "worker-0.err", "zygote.log"}  # the three workers' of before are gone
     expect(anew, judged("gpt", steps=2, blocks=2))
 
 

@@ -218,6 +218,24 @@ def test_fault_before_the_first_commit_counts_from_where_computing_began(log: Lo
     assert log.report().faults[0].stall_s == pytest.approx(104 - 102 - 1)
 
 
+def test_stalls_while_steps_come_again(log: Log) -> None:
+    """A total loss costs all that comes again; a fault within that only its own."""
+    log.start(100, range(2))
+    for step in range(4):
+        log.commit(step, 103.0 + step)
+    log.loss(106.2, 0, dealt=0, members=[1])
+    log.loss(106.2, 1, dealt=0, members=[])
+    for step, time in enumerate((108.0, 109.0, 110.4, 111.4)):
+        log.event("step_again", time + 1, step=step, time=time)
+        if step == 1:
+            log.loss(109.3, 2, dealt=1, members=[3])
+    log.commit(4, 112.4)
+    log.commit(5, 113.4)
+    total, same, within = (fault.stall_s for fault in log.report().faults)
+    assert total == same == pytest.approx(112.4 - 106 - 1)
+    assert within == pytest.approx(110.4 - 109 - 1)
+
+
 def test_two_starts_of_one_run(log: Log) -> None:
     """The night between a kill of the launcher and the next start is no step and no worker-second."""
     log.start(100, range(2))

@@ -294,6 +294,8 @@ def _forget(run_dir: Path, store: shelf.Shelf) -> None:
     store.clear()
     for name in ("job.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", "report.json"):
         (run_dir / name).unlink(missing_ok=True)
+    for path in (run_dir / "logs").glob("worker-*"):  # numbers of workers begin at 0 again
+        path.unlink(missing_ok=True)
 
 
 def _nnodes(text: str) -> tuple[int, int]:

@@ -231,7 +231,8 @@ class RunDir:
             return JobFile()
         except (msgspec.DecodeError, OSError) as error:
             raise UsageError(
-                f"{path} cannot be read ({error}); is this a run directory? start anew with --fresh"
+                f"{path} cannot be read ({error}); is this a run directory? bring back an older copy of the "
+                "file, or start anew with --fresh, which removes the checkpoints too"
             ) from error
 
     def _resume_metrics(self) -> dict[int, str]:

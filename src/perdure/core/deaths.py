@@ -274,9 +274,7 @@ class Deaths:
     def _in_hand(self, worker: Worker) -> dict[str, int]:
         """The step that the worker had in hand, for its events; it may be ahead of what is known here."""
         progress = worker.progress
-        ahead = (
-            progress is not None and progress.phase not in IDLE and progress.step > self._office.records.last
-        )
+        ahead = progress is not None and progress.phase not in IDLE and progress.step > self._office.committed
         if progress is None or not ahead:
             return {}
         self.furthest = max(self.furthest, progress.step)

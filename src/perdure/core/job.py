@@ -527,7 +527,10 @@ class Job:
         assert self._rejoin_until is not None
         if complete or (seen and now > self._rejoin_until):
             self._rejoin_until = None
-            self.membership.progress = self.records.last
+            reached = max(peer.position.committed for peer in self.membership.peers.values())
+            self._office.committed = max(reached - 1, -1)
+            # Short of the last line while steps come again, but not untouched if there is any.
+            self.membership.progress = max(reached, min(self.records.last, 0))
             self._office.carry(self.membership.start(sorted(self.membership.peers)), now)
 
     def _steer(self, now: float) -> None:

@@ -117,7 +117,7 @@ class Office:
             fields["node"] = self.staff.workers[fields["worker"]].node
         current = self.membership.current
         fields.setdefault("generation", str(current.generation) if current else None)
-        fields.setdefault("step", self.records.last + 1)
+        fields.setdefault("step", (self.committed if self.membership.begun else self.records.last) + 1)
         self.want(Event(name, fields))
 
     def say(self, text: str) -> None:
@@ -194,9 +194,12 @@ class Office:
         """A step is known to be committed: its line, once, and what follows from that."""
         if record.digest:
             self.heals.agreed(record.step)
+        known = record.step <= self.records.last
         lines = self.records.add(record)
         if record.step > self.committed:
             self.committed = record.step
+            if known:
+                self.event("step_again", step=record.step, time=record.time)
             self.failures.progress(further=any(isinstance(line, rec.Write) for line in lines))
             self.troubles = 0
         for written in lines:

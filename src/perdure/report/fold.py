@@ -7,8 +7,9 @@
    the first unclaimed `healed` after it (the worker's own, else on its node, else any) gives where its
    replacement's state came from.
 2. Steps: a step's time is the difference of two neighbouring commits within one start of the run.
-3. Stalls: (first commit after the fault − last commit before it) − the median step. Before the first commit
-   of a start counts the moment at which its first generation computed.
+3. Stalls: (first commit after the fault of a step beyond − last commit before it) − the median step. Before
+   the first commit of a start counts the moment at which its first generation computed. Steps that come again
+   after a total loss have no line of their own: their commits are the events `step_again`.
 4. Goodput: (worker-seconds between commits − the stalls in them) / (worker-seconds that processes existed):
    starting, healing, waiting as a standby, stalls and the time around the loop all count against it.
 """
@@ -54,8 +55,9 @@ def fold(records: Records) -> Report:
     known = [step.seconds for step in steps if step.seconds is not None]
     step_s = median(known) if known else None
     exit_code = _exit_code(events)
-    times = sorted(c.time for c in commits)
-    timed = [_with_stall(t, times, origins, step_s, exit_code) for t in _faults(events)]
+    marks = _marks(events, commits)
+    times = [time for time, _ in marks]
+    timed = [_with_stall(t, marks, origins, step_s, exit_code) for t in _faults(events)]
     lives = fold_lives(events, times)
     moments = [e.wall_s for e in events] + times
     return Report(
@@ -89,6 +91,18 @@ def _origins(events: Sequence[Event]) -> list[tuple[float, float]]:
             origins.append((start, event.wall_s))
             waiting = False
     return origins
+
+
+def _marks(events: Sequence[Event], commits: Sequence[Commit]) -> list[tuple[float, int]]:
+    """When which step was committed, for the first time or again."""
+    again = [
+        (time, event.step)
+        for event in events
+        if event.name == "step_again"
+        and event.step is not None
+        and (time := event.number("time")) is not None
+    ]
+    return sorted([(commit.time, commit.step) for commit in commits] + again)
 
 
 def _exit_code(events: Sequence[Event]) -> int | None:
@@ -222,22 +236,23 @@ def _healed(events: Sequence[Event], heads: Sequence[int], decided: dict[int, Ev
 
 def _with_stall(
     timed: _Timed,
-    times: Sequence[float],
+    marks: Sequence[tuple[float, int]],
     origins: Sequence[tuple[float, float]],
     step_s: float | None,
     exit_code: int | None,
 ) -> _Timed:
-    after = bisect_right(times, timed.time)
-    if after == len(times):
-        return replace(timed, fault=replace(timed.fault, stall_s=0.0 if exit_code == 0 else None))
-    before = times[after - 1] if after else None
+    later = bisect_right(marks, timed.time, key=lambda mark: mark[0])
+    before, done = marks[later - 1] if later else (None, -1)
     starts = [start for start, _ in origins]
     run = bisect_right(starts, timed.time) - 1
     if run >= 0 and (before is None or before < starts[run]):
-        before = min(origins[run][1], timed.time)
+        before, done = min(origins[run][1], timed.time), -1
+    after = next((time for time, step in marks[later:] if step > done), None)
+    if after is None:
+        return replace(timed, fault=replace(timed.fault, stall_s=0.0 if exit_code == 0 else None))
     if before is None or step_s is None:
         return timed
-    return replace(timed, fault=replace(timed.fault, stall_s=times[after] - before - step_s))
+    return replace(timed, fault=replace(timed.fault, stall_s=after - before - step_s))
 
 
 def _goodput(

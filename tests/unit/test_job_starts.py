@@ -1,0 +1,173 @@
+"""The coordinator's state machine while workers and nodes start: who is waited for, tried again, refused."""
+
+from __future__ import annotations
+
+import msgspec
+
+from job_rig import SHAPE, Rig, training
+from perdure.schema import messages as msg
+
+
+def test_the_lowest_number_of_nodes_is_waited_for() -> None:
+    rig = Rig(min_nodes=2)
+    rig.hello("a", workers=1)
+    assert not rig.starts
+    rig.hello("b", workers=2)
+    assert [(s.node, s.rank, s.world) for s in rig.starts] == [("a", 0, 3), ("b", 1, 3), ("b", 2, 3)]
+
+
+def test_workers_that_train_something_else_end_the_run() -> None:
+    rig = Rig()
+    rig.hello(workers=2)
+    late = rig.starts.pop()
+    rig.started()
+    rig.starts.append(late)
+    rig.started(msgspec.structs.replace(SHAPE, per_step=4))
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 1
+    assert "per_step is 4, not 8" in rig.ended.message
+
+
+def test_other_blocks_than_before_end_the_run() -> None:
+    rig = Rig(blocks=4)
+    rig.hello(workers=1)
+    rig.started()
+    assert rig.ended is not None
+    assert (rig.ended.exit_code, "keep it, or start anew with --fresh" in rig.ended.message) == (4, True)
+
+
+def test_deaths_at_start_up_end_the_run_when_nobody_trains() -> None:
+    rig = Rig()
+    rig.hello(workers=1)
+    for _ in range(3):
+        assert rig.ended is None
+        start = rig.starts.pop(0)
+        rig.take(rig.job.worker_started(start.worker, 1, rig.now))
+        rig.say(start.worker, msg.Joined())
+        rig.kill(start.worker)
+        rig.wait(1.0)
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 1
+    assert "at start-up, before job.steps began: signal 9" in rig.ended.message
+
+
+def fail_to_start(rig: Rig) -> None:
+    """Every worker that was ordered raises the same error before its first step."""
+    orders = [start.worker for start in rig.starts]
+    rig.starts.clear()
+    for worker in orders:
+        rig.take(rig.job.worker_started(worker, 1, rig.now))
+        rig.say(worker, msg.Joined())
+    for worker in orders:
+        rig.crash(worker)
+        rig.exit(worker, code=1)
+    rig.wait(20.0)
+
+
+def test_a_node_on_which_nobody_gets_to_the_first_step_is_turned_away_and_the_others_go_on() -> None:
+    """All between two commits, so that the same error comes again without progress."""
+    rig = training(workers=2)
+    rig.hello("b", workers=2)
+    for attempt in range(3):
+        assert rig.turned_away == [], attempt
+        fail_to_start(rig)
+    assert rig.turned_away == ["b"]
+    assert "3 workers in a row ended at start-up here, before job.steps began" in rig.said[-1]
+    assert set(rig.job.staff.workers) == {0, 1}
+    rig.commit()
+    assert rig.ended is None
+
+
+def test_replacements_that_cannot_start_do_not_end_the_training_of_the_others() -> None:
+    rig = training(workers=2, max_failures=2)
+    rig.kill(1)
+    rig.serve()
+    for _ in range(10):
+        assert len(rig.starts) == 1
+        fail_to_start(rig)
+    assert rig.ended is None
+    rig.started()
+    rig.serve()
+    rig.switch()
+    assert len(rig.members) == 2
+
+
+def test_workers_killed_together_at_start_up_are_replaced() -> None:
+    """Whoever kills three of four starting workers at once shows no crash loop."""
+    rig = Rig()
+    rig.hello(workers=4)
+    first = [rig.starts.pop(0).worker for _ in range(4)]
+    for worker in first:
+        rig.take(rig.job.worker_started(worker, 1, rig.now))
+        rig.say(worker, msg.Joined())
+    for worker in first[:3]:
+        rig.kill(worker)
+    rig.wait(1.0)
+    assert rig.ended is None
+    assert len(rig.starts) == 3
+
+
+def test_workers_that_cannot_be_started_beside_others_are_tried_again_with_pauses() -> None:
+    """The system refuses processes (exit code 71, and no WorkerStarted); those that are there train on."""
+    rig = training(workers=2)
+    rig.kill(1)
+    rig.serve()
+    tried = [start.worker for start in rig.starts]
+    times = []
+    while len(tried) < 7:
+        rig.exit(tried[-1], code=71)
+        rig.starts.clear()
+        asked = rig.now
+        while not rig.starts:
+            rig.wait(0.05)
+        tried.append(rig.starts[0].worker)
+        times.append(rig.now - asked)
+    assert rig.ended is None
+    assert tried == list(range(2, 9))
+    assert times == sorted(times)
+    assert times[-1] > 1.0
+    rig.started()
+    rig.serve()
+    rig.kill(0)
+    assert rig.starts, "after a start that went well there is no pause"
+
+
+def test_a_node_that_trains_something_else_is_turned_away_and_the_others_go_on() -> None:
+    rig = training(workers=2)
+    rig.hello("b", workers=2)
+    rig.started(msgspec.structs.replace(SHAPE, until=40))
+    assert rig.turned_away == ["b"]
+    assert "until is 40, not 10; start it with the arguments of the other nodes" in rig.said[-1]
+    rig.take(rig.job.agent_lost("b", rig.now))
+    rig.commit()
+    assert rig.ended is None
+    assert rig.members == (0, 1)
+    assert set(rig.job.staff.workers) == {0, 1}
+    assert rig.faults() == []
+
+
+def test_a_worker_that_differs_from_its_own_nodes_others_ends_the_run() -> None:
+    rig = Rig()
+    rig.hello(workers=2)
+    rig.shapes[1] = msgspec.structs.replace(SHAPE, per_step=4)
+    rig.started()
+    assert rig.ended is not None
+    assert (rig.ended.exit_code, rig.turned_away) == (1, [])
+    text = "worker 1 trains something else than the others: per_step is 4, not 8"
+    assert rig.ended.message == text
+
+
+def test_a_node_too_many_is_turned_away_and_changes_nothing() -> None:
+    rig = Rig(max_nodes=2)
+    for node in ("a", "b"):
+        rig.hello(node, workers=1)
+    rig.started()
+    rig.serve()
+    rig.hello("c", workers=1)
+    assert rig.turned_away == ["c"]
+    assert not rig.starts
+    assert rig.members == (0, 1)
+    rig.take(rig.job.agent_lost("c", rig.now))
+    rig.take(rig.job.agent_lost("b", rig.now))
+    rig.hello("c", workers=1)
+    assert [start.node for start in rig.starts] == ["c"]
