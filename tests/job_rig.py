@@ -140,9 +140,11 @@ class Rig:
         self.hands.pop(worker, None)
         self.take(self.job.worker_ending(msg.WorkerEnding(worker, self.now), self.now))
 
-    def exit(self, worker: WorkerId, code: int | None = None, signum: int | None = None) -> None:
+    def exit(
+        self, worker: WorkerId, code: int | None = None, signum: int | None = None, tail: str = ""
+    ) -> None:
         self.hands.pop(worker, None)
-        self.take(self.job.worker_exited(msg.WorkerExited(worker, code, signum, 0.001, 0.0), self.now))
+        self.take(self.job.worker_exited(msg.WorkerExited(worker, code, signum, 0.001, 0.0, tail), self.now))
 
     def kill(self, worker: WorkerId) -> None:
         self.exit(worker, signum=9)

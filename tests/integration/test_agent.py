@@ -432,6 +432,35 @@ def test_without_a_coordinator_an_agent_ends_its_workers_after_a_while(loop: Loo
     assert living(loop.do(orphan())) == []
 
 
+def test_who_asks_while_the_coordinator_is_out_of_reach_is_answered_and_can_end_the_node(
+    loop: Loop, tmp_path: Path
+) -> None:
+    async def ask() -> list[int]:
+        stage = Stage(tmp_path)
+        await stage.open()
+        worker, pid = await stage.start(SLEEP)
+        await stage.until(lambda: stage.lines(worker))
+        await stage.coordinator.close()
+        await stage.until(lambda: any("out of reach" in line for line, _ in stage.shown))
+        stage.agent.ask(signal.SIGINT)
+        assert stage.shown[-1] == (
+            "perdure: signal 2: passed on once the coordinator answers; again to end this node at once",
+            True,
+        )
+        before = len(stage.coordinator.heard)
+        await stage.coordinator.open()
+        assert (await stage.coordinator.hear(Asked, since=before)).signum == signal.SIGINT
+        await stage.coordinator.close()
+        stage.shown.clear()
+        await stage.until(lambda: any("out of reach" in line for line, _ in stage.shown))
+        stage.agent.ask(signal.SIGTERM)
+        ended = await stage.task
+        assert (ended.exit_code, ended.message) == (143, "ended at once")
+        return [pid]
+
+    assert living(loop.do(ask())) == []
+
+
 @pytest.mark.parametrize("secret", [b"another secret, just as long", None])
 def test_a_wrong_secret_or_address_is_said_at_once(loop: Loop, tmp_path: Path, secret: bytes | None) -> None:
     async def strange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perdure.core.failures import ALL_LOST_LIMIT, LOOP_LIMIT, Death, Failures
+from perdure.core.failures import ALL_LOST_LIMIT, LOOP_LIMIT, POISON_LIMIT, Death, Failures
 
 KILLED = Death("signal", None, 9)
 ERROR = Death("exception", 1, None, "ValueError", "train.py:12")
@@ -38,6 +38,20 @@ def test_steps_that_come_again_end_an_error_but_no_row_of_total_losses() -> None
         failures.progress(further=False)
     failures.judge(ERROR, True)
     assert failures.all_lost(9).action == "stop"
+
+
+def test_a_micro_batch_of_which_one_worker_after_the_other_ends_is_poison() -> None:
+    failures = Failures(1000)
+    for step in range(3):
+        for _ in range(POISON_LIMIT - 1):
+            assert failures.at_micro_batch(KILLED, step, 5).action == "replace"
+            assert failures.at_micro_batch(KILLED, step, 6).action == "replace"
+        failures.progress()
+    for _ in range(POISON_LIMIT - 1):
+        failures.at_micro_batch(KILLED, 3, 5)
+    decision = failures.at_micro_batch(KILLED, 3, 5)
+    assert (decision.action, decision.exit_code) == ("stop", 1)
+    assert "10 workers, one after the other, ended at micro-batch 5 of step 3; the last" in decision.message
 
 
 def test_a_newer_checkpoint_is_progress_and_the_same_one_again_is_not() -> None:

@@ -189,6 +189,19 @@ def test_an_exception_is_judged_when_it_is_told_and_its_exit_means_nothing() -> 
     assert rig.job.failures.count == 1
 
 
+def test_a_dead_workers_last_lines_are_in_the_events() -> None:
+    """After an exception they come with the exit; the traceback is known before."""
+    rig = training(workers=3)
+    rig.exit(0, signum=11, tail="Fatal Python error: Segmentation fault")
+    assert rig.events("fault_detected")[0]["last_lines"] == "Fatal Python error: Segmentation fault"
+    rig.crash(1)
+    assert rig.events("fault_detected")[1]["traceback"].endswith("ValueError: it broke\n")
+    rig.exit(1, code=1, tail="and what it said on its way out")
+    assert [(e["worker"], e["last_lines"]) for e in rig.events("worker_exited")] == [
+        (1, "and what it said on its way out")
+    ]
+
+
 def test_a_process_that_lingers_after_its_exception_is_killed_in_the_end() -> None:
     rig = training(workers=2)
     rig.crash(0)

@@ -110,6 +110,7 @@ class Agent:
         self._stopped_early: dict[WorkerId, int] = {}
         self._orphans_possible = False
         self._told: tuple[Progress, ...] = ()
+        self._asked = 0
         self._end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> Ended:
@@ -136,8 +137,17 @@ class Agent:
                 await self._end_all(parts)
 
     def ask(self, signum: int) -> None:
-        """Pass on that the person at this terminal wants the job to end."""
+        """Pass on that the person at this terminal wants the job to end; if that cannot be done, end here."""
+        self._asked += 1
+        if self._asked > (2 if self._link.connected else 1):
+            if not self._end.done():
+                self._end.set_result(Ended(128 + signum, "ended at once"))
+            return
         self._link.send(Asked(signum))
+        if not self._link.connected:
+            self._say(
+                f"signal {signum}: passed on once the coordinator answers; again to end this node at once"
+            )
 
     def _say(self, text: str) -> None:
         self._show(f"perdure: {text}", True)

@@ -78,19 +78,25 @@ class Link:
         self._unsent_bytes = 0
         self._known = False
 
+    @property
+    def connected(self) -> bool:
+        """Whether the coordinator is within reach, as far as is known."""
+        return self._writer is not None
+
     async def run(self) -> None:
         """Stay connected until cancelled.
 
         Raises UsageError when what answers at first is no coordinator or has another secret, OrphanedError
         when none has answered for `orphan_s`.
         """
-        lost_s, retry_s = time.monotonic(), RETRY_S_MIN
+        lost_s, retry_s, told = time.monotonic(), RETRY_S_MIN, False
         while True:
             tried_s = time.monotonic()
             try:
                 await self._connect_and_listen()
             except (OSError, WireError, EOFError, TimeoutError) as error:
-                reason = str(error) or type(error).__name__
+                silent = isinstance(error, TimeoutError)
+                reason = "no answer" if silent else str(error) or type(error).__name__
             if self._writer is not None:
                 self._writer.transport.abort()
                 self._writer = None
@@ -102,6 +108,11 @@ class Link:
             elif time.monotonic() - lost_s > self._target.orphan_s:
                 raise OrphanedError(
                     f"no coordinator at {self._target} for {self._target.orphan_s:g} s: {reason}"
+                )
+            elif not self._known and not told:
+                told = True
+                self._say(
+                    f"no coordinator at {self._target} yet, trying for {self._target.orphan_s:g} s: {reason}"
                 )
             # Spread out: all the agents of a cluster lose their coordinator in the same moment.
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     waits = False
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _leave)
-    rows: tuple[PsRow, ...] | None = ask(args.run_dir)
+    rows: tuple[PsRow, ...] | None = ask(args.run_dir, "chaos")
     with Injector() as injector:
         while rows is not None and struck < args.kills:
             time.sleep(campaign.pause_s())

@@ -36,10 +36,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def ask(run_dir: Path) -> tuple[PsRow, ...]:
-    """The rows of a running job. Raises UsageError."""
+def ask(run_dir: Path, command: str = "ps") -> tuple[PsRow, ...]:
+    """The rows of a running job, for a command of that name. Raises UsageError."""
     if not run_dir.is_dir():
-        raise UsageError(f"ps: {run_dir} is not a directory; give the RUN_DIR of a `perdure run`")
+        raise UsageError(f"{command}: {run_dir} is not a directory; give the RUN_DIR of a `perdure run`")
     try:
         access = msgspec.json.decode((run_dir / ACCESS).read_bytes(), type=Access)
         return rows_of(access.host, access.port, bytes.fromhex(access.secret))
@@ -47,8 +47,8 @@ def ask(run_dir: Path) -> tuple[PsRow, ...]:
         advice = f"start it with `perdure run --run-dir {run_dir} …`"
         if (run_dir / "logs").is_dir() and not (run_dir / JOB).exists():
             advice = "of a job on several nodes ask in the RUN_DIR of the launcher that others connect to"
-        raise UsageError(f"ps: no run is going on in {run_dir}; {advice}") from None
+        raise UsageError(f"{command}: no run is going on in {run_dir}; {advice}") from None
     except (OSError, WireError, msgspec.DecodeError) as error:
         raise UsageError(
-            f"ps: the run in {run_dir} does not answer ({error}); is its launcher still there?"
+            f"{command}: the run in {run_dir} does not answer ({error}); is its launcher still there?"
         ) from error

@@ -68,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument_group("what is kept").add_argument
     help_text = "where all of it goes; given again, the run goes on (default: perdure-runs/SCRIPT-TIME)"
-    add("--run-dir", type=Path, metavar="DIR", help=help_text)
+    add("--run-dir", type=_directory, metavar="DIR", help=help_text)
     add("--fresh", action="store_true", help="forget what is in the run directory and start anew")
     count = _count("--checkpoint-every", 0)
     help_text = "steps between checkpoints; 0: none at all (default: one a minute)"
@@ -296,6 +296,12 @@ def _forget(run_dir: Path, store: shelf.Shelf) -> None:
         (run_dir / name).unlink(missing_ok=True)
     for path in (run_dir / "logs").glob("worker-*"):  # numbers of workers begin at 0 again
         path.unlink(missing_ok=True)
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        raise UsageError("run: --run-dir is empty: expected the name of a directory")
+    return Path(text)
 
 
 def _nnodes(text: str) -> tuple[int, int]:

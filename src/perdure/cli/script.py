@@ -22,10 +22,11 @@ def check_script(script: str, is_module: bool) -> None:
             )
         return
     path = Path(script)
-    if path.is_dir() and not (path / "__main__.py").is_file():
+    if script and path.is_dir() and not (path / "__main__.py").is_file():
         raise UsageError(f"run: {script} is a directory without a __main__.py; give the training script")
-    if not path.exists():
-        raise UsageError(f"run: {script} is not a file; give the training script, or -m MODULE")
+    if not script or not path.exists():
+        what = script or "an empty name"
+        raise UsageError(f"run: {what} is not a file; give the training script, or -m MODULE")
 
 
 def _missing(module: str) -> str:

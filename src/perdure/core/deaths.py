@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from perdure.core.actions import GiveUp, TurnAway
 from perdure.core.failures import LOOP_LIMIT, Death, Decision
@@ -60,6 +61,8 @@ class Deaths:
         worker.progress = exited.doing or worker.progress
         doing = _doing(exited.doing)
         clean = exited.exit_code == 0
+        if worker.crash is not None and exited.tail:
+            office.event("worker_exited", worker=worker.id, node=worker.node, last_lines=exited.tail)
         if worker.stopped or (worker.leaving and worker.released):
             self._lost(worker.id, now, doing)
         elif worker.released and (clean or office.exit_code):
@@ -233,6 +236,9 @@ class Deaths:
         decision = office.failures.judge(death, ready, office.in_training, again)
         if worker.released and decision.action == "replace":
             decision = office.failures.tail_lost((worker.node, worker.slot), death)
+        doing = worker.progress
+        if doing is not None and doing.phase == "compute" and decision.action == "replace":
+            decision = office.failures.at_micro_batch(death, doing.step, doing.micro_batch)
         if not ready:
             self._hired_at_start = office.staff.first_id
         self._tell(worker, death, detected_by, detect_s, decision)
@@ -253,6 +259,7 @@ class Deaths:
             signal=death.signal,
             message=death.message,
             traceback=worker.crash.traceback if worker.crash else "",
+            last_lines=death.last_lines,
             **self._in_hand(worker),
         )
         event(
@@ -308,12 +315,12 @@ def _doing(progress: msg.Progress | None) -> Doing | None:
 def _death(worker: Worker, exited: msg.WorkerExited) -> Death:
     """How a worker ended, in the words of the report."""
     if worker.crash is not None:
-        return _exception(worker.crash, exited.exit_code, exited.signal)
+        return replace(_exception(worker.crash, exited.exit_code, exited.signal), last_lines=exited.tail)
     if exited.signal is not None:
-        return Death("signal", None, exited.signal, message=f"ended by signal {exited.signal}")
-    return Death(
-        "exit", exited.exit_code, None, message=f"exited with code {exited.exit_code} before the loop ended"
-    )
+        kind, message = "signal", f"ended by signal {exited.signal}"
+    else:
+        kind, message = "exit", f"exited with code {exited.exit_code} before the loop ended"
+    return Death(kind, exited.exit_code, exited.signal, message=message, last_lines=exited.tail)
 
 
 def _exception(crash: msg.Crashed, exit_code: int | None, signum: int | None) -> Death:

@@ -5,7 +5,8 @@
 - A death without an exception (signal, exit code) that repeats at start-up, before any worker reached its
   first step, is a crash loop.
 - Every worker lost, several times in a row without a further commit or a newer checkpoint, is a crash loop
-  however they ended; so is a place whose worker is lost as often after the last step.
+  however they ended; so is a place whose worker is lost as often after the last step, and a micro-batch of
+  which one worker after the other ends.
 - Everything else is a fault: SEV2 (restart the process), within a budget.
 """
 
@@ -21,6 +22,9 @@ LOOP_LIMIT = 3
 ALL_LOST_LIMIT = 5
 """So many times in a row every worker was lost, without progress in between: a crash loop."""
 
+POISON_LIMIT = 10
+"""So many workers that ended alike at one micro-batch of a step; a few may be chance, these are not."""
+
 PAUSE_S = 0.05
 PAUSE_S_MAX = 10.0
 """A worker that could not start is followed by another after a pause that doubles from here to there."""
@@ -28,7 +32,10 @@ PAUSE_S_MAX = 10.0
 
 @dataclass(frozen=True)
 class Death:
-    """How a worker ended. `where` is the innermost line of the user's code, empty without an exception."""
+    """How a worker ended. `where` is the innermost line of the user's code, empty without an exception.
+
+    `last_lines` are those of its stderr, as far as they are known yet.
+    """
 
     kind: str
     exit_code: int | None
@@ -37,6 +44,7 @@ class Death:
     where: str = ""
     message: str = ""
     refused: bool = False
+    last_lines: str = ""
 
     @property
     def signature(self) -> tuple[str, str]:
@@ -69,6 +77,7 @@ class Failures:
         self._all_lost = 0
         self._newest = -1
         self._tails: Counter[tuple[str, int]] = Counter()
+        self._at: Counter[tuple[tuple[str, str], int, int]] = Counter()
         self._last: Death | None = None
 
     @property
@@ -82,6 +91,7 @@ class Failures:
         A job that loses everybody again and again on the way to where it was makes no progress by that.
         """
         self._since_progress.clear()
+        self._at.clear()
         self._at_start = 0
         if further:
             self._all_lost = 0
@@ -103,6 +113,15 @@ class Failures:
         how = f"; the last one {self._last.message}" if self._last else ""
         text = f"every worker was lost {self._all_lost} times in a row, none beyond step {step}{how}"
         return Decision("SEV1", "stop", 1, text)
+
+    def at_micro_batch(self, death: Death, step: int, micro_batch: int) -> Decision:
+        """A worker ended with this micro-batch in hand: another takes it over, and may end of it too."""
+        self._at[death.signature, step, micro_batch] += 1
+        count = self._at[death.signature, step, micro_batch]
+        if count < POISON_LIMIT:
+            return Decision("SEV2", "replace")
+        text = f"{count} workers, one after the other, ended at micro-batch {micro_batch} of step {step}"
+        return Decision("SEV2", "stop", 1, f"{text}; the last one {death.message}")
 
     def tail_lost(self, place: tuple[str, int], death: Death) -> Decision:
         """A worker was lost after the last step, and its place has not brought the script to its end yet."""
@@ -149,6 +168,8 @@ class Failures:
             self._last_at_start = death.signature
             if self._at_start >= LOOP_LIMIT:
                 what = " ".join(death.signature) if death.exception else death.signature[1]
+                if death.exit_code == 0:
+                    what += "; a script that joins the job must come to its loop over job.steps"
                 return Decision(
                     "SEV2",
                     "stop",

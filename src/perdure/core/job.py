@@ -453,9 +453,10 @@ class Job:
             self._open_first(now)
 
     def _unsaved(self) -> str:
-        """Why a stop saves nothing that comes when nobody is there, as between a total loss and the start."""
+        """What a stop leaves that comes when nobody is there, as between a total loss and the next start."""
         if self.membership.begun:
-            return "every worker was lost before the state could be saved"
+            newest = next(iter(self._saving.restorable), "")
+            return f"ended while no worker was there; a later run goes on from {newest or 'the beginning'}"
         if self._office.attempt:
             return "ended before the script started again"
         return f"ended before training {'began' if self.records.last < 0 else 'went on'}"
