@@ -140,7 +140,10 @@ def test_a_node_that_was_started_wrongly_is_turned_away_and_the_job_goes_on(node
     goes_on(first)
     other = nodes.start("other", 1, nnodes="1:2", blocks=2, steps=STEPS - 1)
     assert other.wait() == 4, other.story()
-    assert "until is 99999, not 100000; start it with the arguments of the other nodes" in other.printed
+    assert (
+        "until is 99999, not 100000; start it with the script and arguments of the other nodes"
+        in other.printed
+    )
     goes_on(first)
     broken = nodes.start("broken", 1, nnodes="1:2", blocks=2, task="none")
     assert broken.wait() == 1, broken.story()

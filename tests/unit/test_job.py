@@ -441,6 +441,20 @@ def test_a_stop_before_anybody_has_come_back_does_not_speak_of_losses() -> None:
     assert new.ended.message == "ended before training went on"
 
 
+def test_a_stop_that_finds_only_new_workers_does_not_ask_them_for_the_state() -> None:
+    new = restarted(training(workers=1, steps=4), min_nodes=2)
+    new.hello("a", workers=1)
+    new.take(new.job.asked(15, new.now))
+    new.hello("b", workers=1)
+    new.starts.clear()
+    new.started()
+    assert new.ended is None
+    new.wait(10.1)
+    assert new.ended is not None
+    assert new.ended.message == "ended before training went on"
+    assert not any("no survivor holds the state" in said for said in new.said)
+
+
 def test_a_stop_that_comes_before_any_other_node_waits_for_them_once() -> None:
     new = restarted(training(workers=1, steps=4))
     new.hello("b", workers=1)

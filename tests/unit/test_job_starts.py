@@ -137,7 +137,7 @@ def test_a_node_that_trains_something_else_is_turned_away_and_the_others_go_on()
     rig.hello("b", workers=2)
     rig.started(msgspec.structs.replace(SHAPE, until=40))
     assert rig.turned_away == ["b"]
-    assert "until is 40, not 10; start it with the arguments of the other nodes" in rig.said[-1]
+    assert "until is 40, not 10; start it with the script and arguments of the other nodes" in rig.said[-1]
     rig.take(rig.job.agent_lost("b", rig.now))
     rig.commit()
     assert rig.ended is None
@@ -171,3 +171,25 @@ def test_a_node_too_many_is_turned_away_and_changes_nothing() -> None:
     rig.take(rig.job.agent_lost("b", rig.now))
     rig.hello("c", workers=1)
     assert [start.node for start in rig.starts] == ["c"]
+
+
+def test_a_replacement_that_trains_something_else_does_not_end_the_training_of_the_others() -> None:
+    """The script was edited in the meantime."""
+    rig = training(workers=2)
+    rig.kill(1)
+    rig.serve()
+    for attempt in range(4):
+        rig.started(msgspec.structs.replace(SHAPE, until=40))
+        assert rig.said[-1].endswith(
+            "it trains something else than the others: until is 40, not 10; was the script changed?; "
+            "another takes its place"
+        )
+        rig.exit(2 + attempt, signum=9)
+        assert rig.starts == []
+        rig.wait(20.0)
+    assert rig.ended is None
+    rig.commit()
+    rig.started()
+    rig.serve()
+    rig.switch()
+    assert len(rig.members) == 2

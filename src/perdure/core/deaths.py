@@ -125,7 +125,22 @@ class Deaths:
             office.end(1, "every node is lost")
         self._saving.save_again()
 
-    def turn_away(self, node: Node, why: str, exit_code: int = 4) -> None:
+    def unfit(self, worker: Worker, what: str, now: float) -> None:
+        """A worker that is not like those in training: its script or arguments are not what they were.
+
+        A node of only such workers was started wrongly; elsewhere another is tried, as after a failed start.
+        """
+        office, node = self._office, self._office.staff.nodes[worker.node]
+        if node.name != office.settings.home_node and not any(w.ready for w in office.staff.on(node.name)):
+            why = f"worker {worker.id} {what}; start it with the script and arguments of the other nodes"
+            self._turn_away(node, why)
+            return
+        death = Death("exit", None, None, message=f"it {what}; was the script changed?")
+        self._decide(worker, death, "peer", 0.0, False)
+        office.kill(worker.id)
+        office.hire_from = now + office.failures.pause_s
+
+    def _turn_away(self, node: Node, why: str, exit_code: int = 4) -> None:
         """A node that has nobody in the job is not of it."""
         self._strike_off(node)
         self._office.want(TurnAway(node.name, why, exit_code))
@@ -145,7 +160,7 @@ class Deaths:
             office.in_training and node.failed_starts >= LOOP_LIMIT and node.name != office.settings.home_node
         ):
             text = f"{node.failed_starts} workers in a row ended at start-up here, before job.steps began"
-            self.turn_away(node, f"{text}; the last one {death.message}", 1)
+            self._turn_away(node, f"{text}; the last one {death.message}", 1)
 
     def _strike_off(self, node: Node) -> list[Worker]:
         """The node's workers, of whom nothing more is expected."""
@@ -271,7 +286,8 @@ class Deaths:
             message=decision.message,
         )
         if decision.action == "replace" and not self._plain.is_plain():
-            over = self._office.phase in ("saving", "released")
+            again = worker.released and self._saving.restorable
+            over = self._office.phase == "saving" or (self._office.phase == "released" and not again)
             nobody = self._office.stopping or over or death.kind == "node"
             then = "" if nobody else "; another takes its place"
             self._office.say(f"worker {worker.id}: {death.message}{then}")

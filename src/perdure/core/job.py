@@ -187,7 +187,7 @@ class Job:
     def asked(self, signum: int, now: float) -> list[Action]:
         """SIGINT or SIGTERM at a launcher: end at the boundary, the state saved; the second ends at once."""
         office = self._office
-        if self._office.stopping or self.phase == "released":
+        if office.stopping or self.phase == "released":
             office.end(128 + signum, "ended at once")
         elif self.phase in ("training", "saving"):
             office.say(f"signal {signum}: finishing the step and saving; again to end at once")
@@ -197,7 +197,7 @@ class Job:
         elif self._plain.is_plain() and self.staff.workers:
             self._plain.asked(signum, now)
         else:
-            office.end(128 + signum, self._unsaved())
+            office.end(128 + signum, self._saving.without())
         office.stopping = office.stopping or signum
         return self._go_on(now)
 
@@ -235,7 +235,8 @@ class Job:
             return  # its agent's hello had said so
         known = self.membership.shape
         if known is not None and known != message.shape:
-            self._refuse(worker, f"trains something else than the others: {known.difference(message.shape)}")
+            what = f"trains something else than the others: {known.difference(message.shape)}"
+            self._refuse(worker, what, now)
             return
         if self._blocks and self._blocks != message.shape.blocks:
             now_asked = message.shape.blocks
@@ -253,14 +254,12 @@ class Job:
         address = Address(worker.id, worker.node, message.host, message.port)
         self.membership.ready(address, message.position, message.shape)
 
-    def _refuse(self, worker: Worker, what: str) -> None:
-        """A worker does not fit: its node goes, started wrongly, unless others of that node do fit."""
-        node, why = self.staff.nodes[worker.node], f"worker {worker.id} {what}"
-        fits = any(w.ready for w in self.staff.on(node.name)) or node.name == self.settings.home_node
-        if fits or self._rejoin_until is not None:
-            self._office.end(1, why)
+    def _refuse(self, worker: Worker, what: str, now: float) -> None:
+        """A worker does not fit. Where others train it is not the job that is wrong."""
+        if not self._office.in_training:
+            self._office.end(1, f"worker {worker.id} {what}")
         else:
-            self._deaths.turn_away(node, f"{why}; start it with the arguments of the other nodes")
+            self._deaths.unfit(worker, what, now)
 
     def _on_report(self, worker: Worker, message: msg.Report, now: float) -> None:
         self._office.carry(self.membership.report(worker.id, message.generation, message.position), now)
@@ -345,6 +344,8 @@ class Job:
             return
         self._saving.restorable = (message.path,)
         office.say(f"going on from {message.path}: step {message.step} is the last committed one")
+        if message.differs:
+            office.say(f"that one was written with {message.differs}: bits are others from here on")
         self.membership.restored(worker.id, message.step, message.digest)
         self.records.resumed(message.step)
         self._open_first(now, message.step)
@@ -438,7 +439,7 @@ class Job:
             self._rejoin(now)
             return
         if self._office.stopping and not self._plain.signalled:
-            self._office.end(128 + self._office.stopping, self._unsaved())
+            self._office.end(128 + self._office.stopping, self._saving.without())
             return
         restoring = self.staff.workers.get(self._restoring) if self._restoring is not None else None
         if restoring is None or restoring.stopped:
@@ -451,15 +452,6 @@ class Job:
             self._office.send(self._restoring, msg.Restore(self._saving.restorable))
         elif self._restoring is None:
             self._open_first(now)
-
-    def _unsaved(self) -> str:
-        """What a stop leaves that comes when nobody is there, as between a total loss and the next start."""
-        if self.membership.begun:
-            newest = next(iter(self._saving.restorable), "")
-            return f"ended while no worker was there; a later run goes on from {newest or 'the beginning'}"
-        if self._office.attempt:
-            return "ended before the script started again"
-        return f"ended before training {'began' if self.records.last < 0 else 'went on'}"
 
     def _open_first(self, now: float, step: int = -1) -> None:
         self._saving.restart(step)
@@ -526,7 +518,11 @@ class Job:
         seen = [w for w in self.staff.workers.values() if w.ready]
         complete = len(seen) >= self.staff.target and len(self.staff.nodes) >= self.settings.min_nodes
         assert self._rejoin_until is not None
-        if complete or (seen and now > self._rejoin_until):
+        if not complete and not (seen and now > self._rejoin_until):
+            return
+        if self._office.stopping and all(w.position.committed < 0 for w in self.membership.peers.values()):
+            self._office.end(128 + self._office.stopping, self._saving.without())  # they are all new
+        else:
             self._rejoin_until = None
             reached = max(peer.position.committed for peer in self.membership.peers.values())
             self._office.committed = max(reached - 1, -1)

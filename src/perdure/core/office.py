@@ -117,7 +117,7 @@ class Office:
             fields["node"] = self.staff.workers[fields["worker"]].node
         current = self.membership.current
         fields.setdefault("generation", str(current.generation) if current else None)
-        fields.setdefault("step", (self.committed if self.membership.begun else self.records.last) + 1)
+        fields.setdefault("step", (self.reached if self.membership.begun else self.records.last) + 1)
         self.want(Event(name, fields))
 
     def say(self, text: str) -> None:
@@ -215,6 +215,11 @@ class Office:
             self.send(worker, msg.Acknowledged(min(self.records.last, self.committed)))
 
     # ── what is known ───────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def reached(self) -> int:
+        """The last step that is known to be committed or to have its gradient, since training began."""
+        return max(self.committed, self.membership.progress)
 
     @property
     def in_training(self) -> bool:

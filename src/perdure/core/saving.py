@@ -53,9 +53,8 @@ class Saving:
         office = self._office
         if office.phase != "training":
             return
-        step = max(office.committed, office.membership.progress)
         writer = next(iter(office.at_home(office.membership.members)), None)
-        self._carry(self._checkpoints.due(step, writer, now))
+        self._carry(self._checkpoints.due(office.reached, writer, now))
 
     def written(self, worker: WorkerId, message: msg.CheckpointWritten, now: float) -> None:
         """A worker wrote aside."""
@@ -153,6 +152,16 @@ class Saving:
             writer = left[self._saves % len(left)]
             assert writer.finished is not None
             self._save(writer.finished, writer.id)
+
+    def without(self) -> str:
+        """What a stop leaves that comes when nobody is there, as between a total loss and the next start."""
+        office = self._office
+        if office.membership.begun:
+            newest = next(iter(self.restorable), "")
+            return f"ended while no worker was there; a later run goes on from {newest or 'the beginning'}"
+        if office.attempt:
+            return "ended before the script started again"
+        return f"ended before training {'began' if office.records.last < 0 else 'went on'}"
 
     def tail_crashed(self, worker: Worker) -> None:
         """The script failed after its loop: run it again, from the last checkpoint."""

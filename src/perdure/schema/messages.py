@@ -146,12 +146,16 @@ class Finished(Message, frozen=True):
 
 
 class Restored(Message, frozen=True):
-    """The answer to `Restore`: `step` −1 when no checkpoint could be used."""
+    """The answer to `Restore`: `step` −1 when no checkpoint could be used.
+
+    `differs` says what decides bits and was another when the checkpoint was written.
+    """
 
     step: int
     digest: str
     path: str
     refused: tuple[tuple[str, str], ...] = ()
+    differs: str = ""
 
 
 class CheckpointWritten(Message, frozen=True):

@@ -363,7 +363,9 @@ class Job:
             with runtime.lock:
                 runtime.member.committed = meta.step
                 runtime.member.digest = meta.digest
-            self._send(msg.Restored(meta.step, meta.digest, path, tuple(refused)))
+            assert self._saver is not None
+            differs = self._saver.difference(meta)
+            self._send(msg.Restored(meta.step, meta.digest, path, tuple(refused), differs))
             return
         self._send(msg.Restored(-1, "", "", tuple(refused)))
 

@@ -46,6 +46,12 @@ class Saver:
             seed=self._seed,
         )
 
+    def difference(self, found: Meta) -> str:
+        """What decides bits and was another when a checkpoint was written, in words."""
+        here = self.meta(found.step, found.digest)
+        names = [n for n in ("blocks", "per_step", "seed") if getattr(here, n) != getattr(found, n)]
+        return ", ".join(f"{name} {getattr(found, name)}, now {getattr(here, name)}" for name in names)
+
     def prepare(self) -> None:
         """A checkpoint is coming: have memory at hand whose pages exist, so that the copy is quick."""
         if self._slab is None and self._thread is None:

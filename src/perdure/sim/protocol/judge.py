@@ -203,7 +203,7 @@ class Judge:
         cut = any(fault.kind in ("partition", "blip") for fault in sim.faults.fired)
         alone = cut and message == "every node is lost"
         no_checkpoint = not sim.schedule.checkpoint_every and "without checkpoints" in message
-        before = exit_code == 143 and ("before training" in message or "every worker was lost" in message)
+        before = exit_code == 143 and ("before training" in message or "no worker was there" in message)
         if alone or no_checkpoint or before:
             return
         last = len(durable.records) - 1
