@@ -302,6 +302,61 @@ def test_loader_processes_of_old_evaluations_are_ended(job: perdure.Job) -> None
     assert set(psutil.Process().children()) <= before
 
 
+# ── what belongs after the loop ─────────────────────────────────────────────────────────────────────
+
+
+def _zero_before(training: Training, step: Any, loss: torch.Tensor) -> None:
+    training.optimizer.zero_grad()
+    step.backward(loss)
+
+
+def _zero_in_place(training: Training, step: Any, loss: torch.Tensor) -> None:
+    training.optimizer.zero_grad(set_to_none=False)
+    step.backward(loss)
+
+
+def _clip(training: Training, step: Any, loss: torch.Tensor) -> None:
+    step.backward(loss)
+    nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+
+
+def _between_two_calls(training: Training, step: Any, loss: torch.Tensor) -> None:
+    step.backward(loss, 0.5)
+    training.optimizer.zero_grad()
+    step.backward(loss.detach().requires_grad_(), 0.5)
+
+
+def _step(training: Training, step: Any, loss: torch.Tensor) -> None:
+    step.backward(loss)
+    training.optimizer.step()
+
+
+def _load(training: Training, step: Any, loss: torch.Tensor) -> None:
+    training.model.load_state_dict(training.model.state_dict())
+    step.backward(loss)
+
+
+@pytest.mark.parametrize(
+    ("habit", "text"),
+    [
+        (_zero_before, "micro-batch 1 of step 0: the gradient of model"),
+        (_zero_in_place, "micro-batch 1 of step 0: the gradient of model"),
+        (_clip, "micro-batch 0 of step 0: the gradient of model"),
+        (_between_two_calls, "micro-batch 0 of step 0: the gradient of model"),
+        (_step, "micro-batch 0 of step 0: the parameter model"),
+        (_load, "micro-batch 0 of step 0: the parameter model"),
+    ],
+)
+def test_habits_of_a_plain_loop_are_refused_inside_the_step(
+    job: perdure.Job, habit: Callable[[Training, Any, torch.Tensor], None], text: str
+) -> None:
+    training = Training(job)
+    with pytest.raises(UsageError, match=text) as refused:
+        training.loop(lambda step, loss: habit(training, step, loss))
+    assert "was changed inside `for … in step`" in str(refused.value)
+    assert "belongs after the loop over the step" in str(refused.value)
+
+
 # ── scalers ─────────────────────────────────────────────────────────────────────────────────────────
 
 

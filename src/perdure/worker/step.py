@@ -93,6 +93,7 @@ class Step:
         training.hooks.begin(early, training.leaves.incomplete)
         runtime.compute_begins(micro_batch, len(self.sample_ids))
         seed_micro_batch(self._seed, self.index, micro_batch)
+        training.unchanged.note()
         return batch
 
     def _end(self) -> None:
@@ -100,8 +101,8 @@ class Step:
         gone = hooks.end()
         if hooks.stray:
             raise UsageError(
-                f"micro-batch {self.micro_batch} of step {self.index}: loss.backward() was refused, yet the "
-                "script went on; its gradient is in .grad now: call step.backward(loss) alone"
+                f"{self._where}: loss.backward() was refused, yet the script went on; its gradient is in "
+                ".grad now: call step.backward(loss) alone"
             )
         if leaves.in_pieces(hooks.several) or self._failed:
             if gone or self._told_early:
@@ -109,15 +110,17 @@ class Step:
             self._runtime.finish_micro_batch(Entry(self.micro_batch, 0.0, 0.0), void=True)
             return
         if not self._calls and not self._skipped:
-            raise UsageError(
-                f"micro-batch {self.micro_batch} of step {self.index} was neither given to "
-                "step.backward nor to step.skip()"
-            )
+            raise UsageError(f"{self._where} was neither given to step.backward nor to step.skip()")
+        self._runtime.training.unchanged.check(self._where)
         if hooks.violated or (self._told_early and self._calls != 1):
             hooks.steady = False
             self._runtime.unfit()
         self._runtime.training.usual_calls = self._calls
         self._runtime.finish_micro_batch(self._entry(), void=False)
+
+    @property
+    def _where(self) -> str:
+        return f"micro-batch {self.micro_batch} of step {self.index}"
 
     def _entry(self) -> Entry:
         runtime = self._runtime
@@ -157,6 +160,8 @@ class Step:
             raise UsageError(f"step.backward: weight={weight!r}; expected a finite number ≥ 0")
         if scaler is not None and not self._runtime.training.protects_scaler(scaler):
             raise UsageError("step.backward: this scaler is not protected; give job.protect it too")
+        if not self._runtime.training.hooks.stray:  # else that is said when the micro-batch ends
+            self._runtime.training.unchanged.check_gradients(self._where)
         self._calls += 1
         self._weighted_loss += float(loss.detach()) * float(weight)
         self._weight += float(weight)
@@ -171,6 +176,7 @@ class Step:
         training.hooks.allowed = True
         try:
             scaled.backward()  # type: ignore[no-untyped-call]
+            training.unchanged.backward_done()
         except BaseException:
             self._failed = True
             raise

@@ -17,6 +17,7 @@ from perdure.state.transfer import Donor, Session
 from perdure.worker.buffers import Buffers
 from perdure.worker.gradients import Buckets
 from perdure.worker.leaves import Hooks, Leaves
+from perdure.worker.unchanged import Unchanged
 
 
 class Training:
@@ -40,6 +41,7 @@ class Training:
         self._trained = frozenset(map(id, parameters))
         self.buckets = Buckets(parameters)
         self.leaves = Leaves(parameters, names, exact)
+        self.unchanged = Unchanged(parameters, names)
         self.buffers = Buffers(_buffers(objects))
         first_bucket = [homes[-1] if homes else 0 for homes in self.buckets.homes]
         self.hooks = Hooks(parameters, first_bucket, len(self.buckets))
