@@ -120,7 +120,7 @@ class Job:
         node = self.staff.nodes.get(hello.node)
         most = self.settings.max_nodes
         if node is None and most is not None and self.staff.present >= most:
-            text = f"the job has the {most} nodes that --nnodes allows; start this one again when one is gone"
+            text = "the job has all the nodes that --nnodes allows; start this one again when one is gone"
             self._office.want(TurnAway(hello.node, text))
             return self._go_on(now)
         if node is None:
