@@ -148,7 +148,7 @@ def _flip_when_asked(args: argparse.Namespace, parameter: torch.Tensor) -> None:
     def flipped(desk: heal.Desk, ask: heal.Ask) -> Any:
         answered = answer(desk, ask)
         if ask.step >= args.flip and strike(args.notes, "flip"):
-            parameter.detach().view(-1).view(torch.uint8)[0] ^= 1
+            parameter.detach().view(-1).view(torch.uint8).numpy()[0] ^= 1  # behind torch's back
         return answered
 
     heal.Desk._answer = flipped  # type: ignore[method-assign]

@@ -280,14 +280,13 @@ def test_a_script_that_is_not_there(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_ctrl_c(bench: Bench, tmp_path: Path) -> None:
-    source = "import time\nprint('on', flush=True)\ntime.sleep(60)\n"
-    write(tmp_path, "script.py", source)
+    write(tmp_path, "script.py", "import time\nprint('on', flush=True), time.sleep(60)\n")
     outcome = bench.run(("script.py",), tmp_path, signum=signal.SIGINT)
     assert outcome.exited is not None
     assert outcome.exited.signum == signal.SIGINT
     assert outcome.err[-1] == "KeyboardInterrupt"
     assert outcome.crash.kind == "KeyboardInterrupt"
-    assert outcome.crash.where == f"{tmp_path}/script.py:3"
+    assert outcome.crash.where == f"{tmp_path}/script.py:2"
 
 
 def test_segmentation_fault_shows_where(bench: Bench, tmp_path: Path) -> None:
