@@ -252,7 +252,8 @@ class Deaths:
         if worker.released and decision.action == "replace":
             decision = office.failures.tail_lost((worker.node, worker.slot), death)
         doing = worker.progress
-        if doing is not None and doing.phase == "compute" and decision.action == "replace":
+        at_work = doing is not None and doing.phase in ("data", "compute")
+        if doing is not None and at_work and decision.action == "replace":
             decision = office.failures.at_micro_batch(death, doing.step, doing.micro_batch)
         if not ready:
             self._hired_at_start = office.staff.first_id
