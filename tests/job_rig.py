@@ -114,9 +114,9 @@ class Rig:
     # ── what happens ────────────────────────────────────────────────────────────────────────────────
 
     def hello(self, node: str = "a", workers: int = 2, seen: Sequence[WorkerId] = ()) -> None:
-        there = tuple(
-            msg.WorkerSeen(w, 1000 + w, True, self.ready(self.hands[w])) for w in seen if w in self.hands
-        )
+        # An agent repeats what a worker said when it was ready, however far that has come since.
+        first = {w: msg.Ready("h", 1, SHAPE, Position(worker=w)) for w in seen if w in self.hands}
+        there = tuple(msg.WorkerSeen(w, 1000 + w, True, ready) for w, ready in first.items())
         hello = msg.AgentHello(node, f"host-{node}", workers, 0, ("train.py",), "0", there)
         self.take(self.job.agent_joined(hello, self.now))
 

@@ -152,6 +152,19 @@ def test_a_stop_ends_at_a_boundary_with_the_state_saved() -> None:
     assert rig.faults() == []
 
 
+def test_a_signal_at_each_nodes_launcher_is_one_wish() -> None:
+    """As a scheduler ends a job; a second one at the same launcher is another matter."""
+    rig = training(workers=2)
+    rig.hello("b", workers=1)
+    for node in ("a", "b"):
+        rig.take(rig.job.asked(15, rig.now, node))
+    assert rig.ended is None
+    assert sum("finishing the step and saving" in said for said in rig.said) == 1
+    rig.take(rig.job.asked(15, rig.now, "b"))
+    assert rig.ended is not None
+    assert rig.ended.message == "ended at once"
+
+
 def test_a_second_signal_ends_at_once() -> None:
     rig = training(workers=2)
     rig.take(rig.job.asked(2, rig.now))

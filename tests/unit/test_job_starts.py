@@ -78,6 +78,16 @@ def test_a_node_on_which_nobody_gets_to_the_first_step_is_turned_away_and_the_ot
     assert rig.ended is None
 
 
+def test_nodes_that_were_turned_away_do_not_hold_back_the_others_replacements() -> None:
+    rig = training(workers=2)
+    for name in "bcdef":
+        rig.hello(name, workers=1)
+        while name not in rig.turned_away:
+            fail_to_start(rig)
+    rig.kill(1)
+    assert [start.node for start in rig.starts] == ["a"]
+
+
 def test_replacements_that_cannot_start_do_not_end_the_training_of_the_others() -> None:
     rig = training(workers=2, max_failures=2)
     rig.kill(1)

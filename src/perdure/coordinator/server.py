@@ -205,7 +205,7 @@ class Server:
             case msg.Status():
                 job.status(message)
             case msg.Asked(signum):
-                self._act(lambda now: job.asked(signum, now))
+                self._act(lambda now: job.asked(signum, now, node))
 
     async def _observe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> None:
         frames: FrameReader[msg.PsRequest] = FrameReader(msg.PsRequest)

@@ -138,7 +138,7 @@ class Deaths:
         death = Death("exit", None, None, message=f"it {what}; was the script changed?")
         self._decide(worker, death, "peer", 0.0, False)
         office.kill(worker.id)
-        office.hire_from = now + office.failures.pause_s
+        node.start_failed(worker.id, office.staff.first_id - 1, now)
 
     def _turn_away(self, node: Node, why: str, exit_code: int = 4) -> None:
         """A node that has nobody in the job is not of it."""
@@ -151,14 +151,9 @@ class Deaths:
         office, node = self._office, self._office.staff.nodes.get(worker.node)
         if node is None or worker.ready:
             return
-        if worker.id >= node.counts_from:
-            node.failed_starts += 1
-        node.counts_from = office.staff.first_id
-        if any(other.ready for other in office.staff.on(node.name)):
-            node.failed_starts = 0
-        elif (
-            office.in_training and node.failed_starts >= LOOP_LIMIT and node.name != office.settings.home_node
-        ):
+        there = any(other.ready for other in office.staff.on(node.name))
+        hopeless = node.failed_starts >= LOOP_LIMIT and not there
+        if office.in_training and hopeless and node.name != office.settings.home_node:
             text = f"{node.failed_starts} workers in a row ended at start-up here, before job.steps began"
             self._turn_away(node, f"{text}; the last one {death.message}", 1)
 
@@ -305,7 +300,9 @@ class Deaths:
         return {"step": progress.step}
 
     def _replace(self, worker: Worker, now: float, doing: Doing | None) -> None:
-        self._office.hire_from = now + self._office.failures.pause_s
+        node = self._office.staff.nodes.get(worker.node)
+        if node is not None and not worker.ready:
+            node.start_failed(worker.id, self._office.staff.first_id - 1, now)
         if self._office.phase == "released":
             self._saving.tail_crashed(worker)
             return

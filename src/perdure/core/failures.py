@@ -25,10 +25,6 @@ ALL_LOST_LIMIT = 5
 POISON_LIMIT = 10
 """So many workers that ended alike at one micro-batch of a step; a few may be chance, these are not."""
 
-PAUSE_S = 0.05
-PAUSE_S_MAX = 10.0
-"""A worker that could not start is followed by another after a pause that doubles from here to there."""
-
 
 @dataclass(frozen=True)
 class Death:
@@ -73,17 +69,11 @@ class Failures:
         self._since_progress: set[tuple[str, str]] = set()
         self._at_start = 0
         self._last_at_start: tuple[str, str] | None = None
-        self._started_in_vain = 0
         self._all_lost = 0
         self._newest = -1
         self._tails: Counter[tuple[str, int]] = Counter()
         self._at: Counter[tuple[tuple[str, str], int, int]] = Counter()
         self._last: Death | None = None
-
-    @property
-    def pause_s(self) -> float:
-        """How long to wait before another worker is started: longer with each that ended at start-up."""
-        return min(PAUSE_S * 2 ** (self._started_in_vain - 1), PAUSE_S_MAX) if self._started_in_vain else 0.0
 
     def progress(self, further: bool = True) -> None:
         """A step was committed: earlier errors are over. `further`: no earlier life of the job came to it.
@@ -103,7 +93,7 @@ class Failures:
 
     def reached_first_step(self) -> None:
         """Some worker got through its start-up."""
-        self._at_start = self._started_in_vain = 0
+        self._at_start = 0
 
     def all_lost(self, step: int) -> Decision:
         """Every member is lost, whoever and however; `step` is the last that one of them had in hand."""
@@ -144,8 +134,6 @@ class Failures:
         self.count += 1
         self._last = death
         at_start = not reached_first_step and death.kind != "node"
-        if at_start:
-            self._started_in_vain += 1
         if at_start and in_training:
             self._forgiven += 1
             return Decision("SEV2", "replace")

@@ -78,6 +78,7 @@ class Job:
         self._deadlines = Deadlines(self._office, self._deaths)
         self._restoring: WorkerId | None = None
         self._warned = False
+        self._askers: set[str] = set()
         self._saves: dict[msg.SaveRequest, str | None] = {}
         self._blocks = settings.blocks
         self._rejoin_until: float | None = None
@@ -184,11 +185,16 @@ class Job:
             if progress.worker in self.staff.workers:
                 self.staff.workers[progress.worker].progress = progress
 
-    def asked(self, signum: int, now: float) -> list[Action]:
-        """SIGINT or SIGTERM at a launcher: end at the boundary, the state saved; the second ends at once."""
+    def asked(self, signum: int, now: float, node: str = "") -> list[Action]:
+        """SIGINT or SIGTERM at the launcher of a node: end at the boundary, the state saved.
+
+        A second one there ends at once. That each node's launcher is asked is how a cluster ends a job.
+        """
         office = self._office
-        if office.stopping or self.phase == "released":
+        if node in self._askers or self.phase == "released":
             office.end(128 + signum, "ended at once")
+        elif self._askers:
+            pass  # it is under way
         elif self.phase in ("training", "saving"):
             office.say(f"signal {signum}: finishing the step and saving; again to end at once")
         elif self._may_rejoin(now):
@@ -198,6 +204,7 @@ class Job:
             self._plain.asked(signum, now)
         else:
             office.end(128 + signum, self._saving.without())
+        self._askers.add(node)
         office.stopping = office.stopping or signum
         return self._go_on(now)
 
@@ -251,6 +258,7 @@ class Job:
             self._office.say(message.warning)
         worker.ready = True
         self.failures.reached_first_step()
+        self.staff.nodes[worker.node].start_succeeded()
         address = Address(worker.id, worker.node, message.host, message.port)
         self.membership.ready(address, message.position, message.shape)
 
@@ -424,13 +432,12 @@ class Job:
     def _fill_vacancies(self, now: float) -> None:
         if self._office.stopping or len(self.staff.nodes) < self.settings.min_nodes:
             return
-        if now < self._office.hire_from:
-            return
         plain = self._plain.is_plain()
         if plain and not self._plain.may_start(now):
             return
         for vacancy in list(self.staff.vacancies(standbys=not plain)):
-            self._office.hire(vacancy)
+            if now >= self.staff.nodes[vacancy.node].hire_from:
+                self._office.hire(vacancy)
 
     def _gather(self, now: float) -> None:
         """Open the first generation when everybody who is expected is at the first step."""
@@ -520,14 +527,11 @@ class Job:
         assert self._rejoin_until is not None
         if not complete and not (seen and now > self._rejoin_until):
             return
-        if self._office.stopping and all(w.position.committed < 0 for w in self.membership.peers.values()):
-            self._office.end(128 + self._office.stopping, self._saving.without())  # they are all new
+        if self._office.stopping and all(worker.id >= self.settings.first_worker for worker in seen):
+            self._office.end(128 + self._office.stopping, self._saving.without())  # nobody of before
         else:
             self._rejoin_until = None
-            reached = max(peer.position.committed for peer in self.membership.peers.values())
-            self._office.committed = max(reached - 1, -1)
-            # Short of the last line while steps come again, but not untouched if there is any.
-            self.membership.progress = max(reached, min(self.records.last, 0))
+            self.membership.progress = self.records.last  # until they have reported
             self._office.carry(self.membership.start(sorted(self.membership.peers)), now)
 
     def _steer(self, now: float) -> None:

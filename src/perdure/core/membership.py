@@ -334,7 +334,8 @@ class Membership:
         except ProtocolError as error:
             return [Stale(w, str(error)) for w in _hindmost(opening)]
         plan = outcome.plan
-        self.progress = max(self.progress, plan.base)
+        # Before the first plan it may be what a file says: further than the members while steps come again.
+        self.progress = plan.base if self.current is None else max(self.progress, plan.base)
         if any(position.done for position in positions) and plan.step < self.shape.until:
             plan = msgspec.structs.replace(plan, stop=True)
         before = self.current

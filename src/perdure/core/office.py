@@ -60,7 +60,6 @@ class Office:
         self.exit_code = 0
         self.opened_at = 0.0
         self.stopping = 0  # the signal that asked for it
-        self.hire_from = float("-inf")
         self.troubles = 0
         self._step_times: list[float] = []
         self.committed = -1
@@ -159,6 +158,8 @@ class Office:
     def _opened(self, opened: mem.Opened, now: float) -> None:
         self.opened_at = now
         plan = opened.plan
+        if opened.reason == "start":  # perhaps of members that an earlier coordinator had
+            self.committed = max(self.committed, plan.base - 1)
         self.event(
             "generation_opened",
             generation=str(plan.generation),

@@ -51,7 +51,7 @@ class Saving:
     def ask(self, now: float) -> None:
         """Have the next checkpoint written, if it is time."""
         office = self._office
-        if office.phase != "training":
+        if office.phase != "training" or office.membership.current is None:
             return
         writer = next(iter(office.at_home(office.membership.members)), None)
         self._carry(self._checkpoints.due(office.reached, writer, now))

@@ -9,10 +9,18 @@ from perdure.schema import messages as msg
 from perdure.schema.ids import WorkerId
 from perdure.schema.plan import Record
 
+PAUSE_S = 0.05
+PAUSE_S_MAX = 10.0
+"""After a failed start the next one on that node waits: for the first, then twice as long, up to the second."""
+
 
 @dataclass
 class Node:
-    """A machine with an agent: how many workers and standbys it is to hold."""
+    """A machine with an agent: how many workers and standbys it is to hold.
+
+    `failed_starts` in a row, each of a worker that was started after the one before, put the next one off
+    to `hire_from`.
+    """
 
     name: str
     host: str
@@ -21,8 +29,19 @@ class Node:
     rank: int
     lost_at: float | None = None
     failed_starts: int = 0
-    """How many in a row, each of a worker that was started after the one before."""
-    counts_from: WorkerId = 0
+    hire_from: float = float("-inf")
+    _counts_from: WorkerId = 0
+
+    def start_failed(self, worker: WorkerId, newest: WorkerId, now: float) -> None:
+        """A worker ended at start-up; of those that were started together, up to `newest`, one counts."""
+        if worker >= self._counts_from:
+            self.failed_starts += 1
+        self._counts_from = newest + 1
+        self.hire_from = now + min(PAUSE_S * 2 ** (self.failed_starts - 1), PAUSE_S_MAX)
+
+    def start_succeeded(self) -> None:
+        """A worker came to its first step."""
+        self.failed_starts, self.hire_from = 0, float("-inf")
 
 
 @dataclass
