@@ -212,6 +212,9 @@ class Rig:
         for _ in range(steps):
             for worker in self.members:
                 self.hands[worker].committed += 1
+                current = self.job.membership.current
+                assert current is not None
+                self.say(worker, msg.Computed(current.generation, self.hands[worker].committed, 0))
             step = self.hands[self.members[0]].committed
             self.now += 1.0
             self.say(self.members[0], msg.Published(self.record(step)))

@@ -147,7 +147,7 @@ def test_a_node_that_was_started_wrongly_is_turned_away_and_the_job_goes_on(node
     goes_on(first)
     broken = nodes.start("broken", 1, nnodes="1:2", blocks=2, task="none")
     assert broken.wait() == 1, broken.story()
-    assert "3 workers in a row ended at start-up here, before job.steps began" in broken.printed
+    assert "3 workers in a row ended here before they had done a step" in broken.printed
     assert len(re.findall(r"node \S+ is turned away", first.printed)) == 2
     goes_on(first)
     nodes.finish(first, blocks=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from job_rig import SHAPE, Rig, training
 from perdure.schema import messages as msg
@@ -72,10 +73,40 @@ def test_a_node_on_which_nobody_gets_to_the_first_step_is_turned_away_and_the_ot
         assert rig.turned_away == [], attempt
         fail_to_start(rig)
     assert rig.turned_away == ["b"]
-    assert "3 workers in a row ended at start-up here, before job.steps began" in rig.said[-1]
+    assert "3 workers in a row ended here before they had done a step" in rig.said[-1]
     assert set(rig.job.staff.workers) == {0, 1}
     rig.commit()
     assert rig.ended is None
+
+
+@pytest.mark.parametrize("how", ["its first batch", "healing"])
+def test_a_node_whose_workers_get_no_further_than_that_is_turned_away(how: str) -> None:
+    """A data set may open its files when it is first asked; an optimizer may be another kind."""
+    rig = training(workers=2, max_failures=4)
+    rig.hello("b", workers=2)
+    for life in range(3):
+        assert rig.turned_away == [], life
+        rig.wait(20.0)
+        rig.started()
+        rig.serve()
+        rig.switch()
+        current = rig.job.membership.current
+        assert current is not None
+        new = [worker for worker in rig.members if worker > 1]
+        assert len(new) == 2
+        for worker in new:
+            if how == "healing":
+                rig.say(worker, msg.HealFailed(current.generation, "opt was saved from SGD"))
+            else:
+                rig.say(worker, msg.Computed(current.generation, 1, worker))
+                rig.crash(worker)
+        for worker in new:
+            rig.exit(worker, code=1)
+        rig.serve()
+    assert rig.turned_away == ["b"]
+    assert rig.ended is None
+    rig.commit()
+    assert rig.members == (0, 1)
 
 
 def test_nodes_that_were_turned_away_do_not_hold_back_the_others_replacements() -> None:

@@ -77,9 +77,8 @@ class Deaths:
             elif not self._stops(worker, _death(worker, exited), exited, self._plain.lasted(now)):
                 office.say(f"worker {worker.id}: {_death(worker, exited).message}; all workers start again")
                 self._plain.start_again()
-        elif not self._stops(worker, _death(worker, exited), exited, worker.ready):
-            self._replace(worker, now, doing)
-            self._look_at_start(worker, _death(worker, exited))
+        elif not self._stops(worker, _death(worker, exited), exited, self._begun(worker)):
+            self._replace(worker, _death(worker, exited), now, doing)
 
     def crashed(self, worker: Worker, crash: msg.Crashed, now: float) -> None:
         """A worker's script raised. What its process still does concerns nobody; its exit means nothing."""
@@ -92,9 +91,8 @@ class Deaths:
         worker.progress = crash.doing or worker.progress
         self._put_down(worker.id)
         death = _exception(crash, crash.exit_code, None)
-        if not self._stops(worker, death, None, worker.ready):
-            self._replace(worker, now, _doing(crash.doing))
-            self._look_at_start(worker, death)
+        if not self._stops(worker, death, None, self._begun(worker)):
+            self._replace(worker, death, now, _doing(crash.doing))
 
     def fault(self, worker: WorkerId, death: Death, detected_by: str, now: float) -> None:
         """A fault of a living worker: end it and go on without it."""
@@ -133,29 +131,53 @@ class Deaths:
         office, node = self._office, self._office.staff.nodes[worker.node]
         if node.name != office.settings.home_node and not any(w.ready for w in office.staff.on(node.name)):
             why = f"worker {worker.id} {what}; start it with the script and arguments of the other nodes"
-            self._turn_away(node, why)
+            self._turn_away(node, why, now)
             return
-        death = Death("exit", None, None, message=f"it {what}; was the script changed?")
-        self._decide(worker, death, "peer", 0.0, False)
-        office.kill(worker.id)
-        node.start_failed(worker.id, office.staff.first_id - 1, now)
+        self.refuse(worker, f"it {what}; was the script changed?", now)
 
-    def _turn_away(self, node: Node, why: str, exit_code: int = 4) -> None:
-        """A node that has nobody in the job is not of it."""
-        self._strike_off(node)
+    def refuse(self, worker: Worker, why: str, now: float) -> None:
+        """A living worker is of no use to those in training: another is tried, as after a failed start."""
+        office, death = self._office, Death("exit", None, None, message=why)
+        decision = self._decide(worker, death, "peer", 0.0, False)
+        if decision.action == "stop":
+            office.end(decision.exit_code, decision.message)
+            return
+        office.kill(worker.id)
+        self._start_failed(worker, death, now)
+
+    def _turn_away(self, node: Node, why: str, now: float, exit_code: int = 4) -> None:
+        """A node that has nobody at work is not of the job."""
+        for worker in self._strike_off(node):
+            self._put_down(worker.id)
+            self._lost(worker.id, now)
         self._office.want(TurnAway(node.name, why, exit_code))
         self._office.say(f"node {node.name} is turned away: {why}")
 
-    def _look_at_start(self, worker: Worker, death: Death) -> None:
-        """A node on which nobody gets to the first step is not waited for while others train."""
+    def _start_failed(self, worker: Worker, death: Death, now: float) -> None:
+        """A node on which nobody gets to work is not waited for while others do."""
         office, node = self._office, self._office.staff.nodes.get(worker.node)
-        if node is None or worker.ready:
+        if node is None:
             return
-        there = any(other.ready for other in office.staff.on(node.name))
-        hopeless = node.failed_starts >= LOOP_LIMIT and not there
-        if office.in_training and hopeless and node.name != office.settings.home_node:
-            text = f"{node.failed_starts} workers in a row ended at start-up here, before job.steps began"
-            self._turn_away(node, f"{text}; the last one {death.message}", 1)
+        node.start_failed(worker.id, office.staff.first_id - 1, now)
+        at_work = any(other.proven for other in office.staff.on(node.name))
+        if (
+            office.in_training
+            and node.failed_starts >= LOOP_LIMIT
+            and not at_work
+            and death.kind != "signal"
+            and node.name != office.settings.home_node
+        ):
+            text = f"{node.failed_starts} workers in a row ended here before they had done a step"
+            self._turn_away(node, f"{text}; the last one {death.message}", now, 1)
+
+    def _begun(self, worker: Worker) -> bool:
+        """Whether a worker's death is one in training: where others are at work, it has to have been too.
+
+        What fails on a node that is new, or in a replacement, may be the fault of that alone.
+        """
+        office = self._office
+        others = [w for w in office.membership.members if w != worker.id and w in office.staff.workers]
+        return worker.ready and (worker.proven or not any(office.staff.workers[w].proven for w in others))
 
     def _strike_off(self, node: Node) -> list[Worker]:
         """The node's workers, of whom nothing more is expected."""
@@ -299,15 +321,15 @@ class Deaths:
         self.furthest = max(self.furthest, progress.step)
         return {"step": progress.step}
 
-    def _replace(self, worker: Worker, now: float, doing: Doing | None) -> None:
-        node = self._office.staff.nodes.get(worker.node)
-        if node is not None and not worker.ready:
-            node.start_failed(worker.id, self._office.staff.first_id - 1, now)
+    def _replace(self, worker: Worker, death: Death, now: float, doing: Doing | None) -> None:
+        begun = self._begun(worker)
         if self._office.phase == "released":
             self._saving.tail_crashed(worker)
             return
         self._lost(worker.id, now, doing)
         self._saving.save_again()
+        if not begun and not (worker.ready and death.kind == "signal"):
+            self._start_failed(worker, death, now)
 
     def _lost(self, worker: WorkerId, now: float, doing: Doing | None = None) -> None:
         self._office.carry(self._office.membership.lost(worker, doing=doing), now)

@@ -258,7 +258,7 @@ class Job:
             self._office.say(message.warning)
         worker.ready = True
         self.failures.reached_first_step()
-        self.staff.nodes[worker.node].start_succeeded()
+        self.staff.nodes[worker.node].hire_from = float("-inf")
         address = Address(worker.id, worker.node, message.host, message.port)
         self.membership.ready(address, message.position, message.shape)
 
@@ -276,6 +276,8 @@ class Job:
         self._office.carry(self.membership.adopted(worker.id, message.generation, message.base), now)
 
     def _on_computed(self, worker: Worker, message: msg.Computed, now: float) -> None:
+        if worker.first_step is None:
+            worker.first_step = message.step
         self._office.event(
             "first_micro_batch",
             worker=worker.id,
@@ -318,8 +320,7 @@ class Job:
         current = self.membership.current
         if current is not None and message.generation < current.generation:
             return  # in a later one it may have other donors
-        self._office.say(f"worker {worker.id} could not take the state: {message.reason}")
-        self._office.kill(worker.id)
+        self._deaths.refuse(worker, f"it could not take the state: {message.reason}", now)
 
     def _on_leaving(self, worker: Worker, message: msg.Leaving, now: float) -> None:
         if worker.leaving or self.phase == "over":

@@ -203,6 +203,7 @@ class Office:
                 self.event("step_again", step=record.step, time=record.time)
             self.failures.progress(further=any(isinstance(line, rec.Write) for line in lines))
             self.troubles = 0
+            self._prove()
         for written in lines:
             if isinstance(written, rec.Write):
                 self._step_times = [*self._step_times, written.record.time][-STEP_TIMES_KEPT:]
@@ -214,6 +215,14 @@ class Office:
         for worker in self.membership.members:
             # No step that is still to come again: its record would be dropped before it is told.
             self.send(worker, msg.Acknowledged(min(self.records.last, self.committed)))
+
+    def _prove(self) -> None:
+        """A step was committed: who took part in it can do what is asked of a worker."""
+        for worker in [self.staff.workers[w] for w in self.membership.members if w in self.staff.workers]:
+            if not worker.proven and worker.first_step is not None and worker.first_step <= self.committed:
+                worker.proven = True
+                if worker.node in self.staff.nodes:
+                    self.staff.nodes[worker.node].start_succeeded()
 
     # ── what is known ───────────────────────────────────────────────────────────────────────────────
 

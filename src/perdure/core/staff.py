@@ -11,7 +11,7 @@ from perdure.schema.plan import Record
 
 PAUSE_S = 0.05
 PAUSE_S_MAX = 10.0
-"""After a failed start the next one on that node waits: for the first, then twice as long, up to the second."""
+"""After a failed start the next one on that node waits: so long, then twice as long, up to the most."""
 
 
 @dataclass
@@ -33,20 +33,23 @@ class Node:
     _counts_from: WorkerId = 0
 
     def start_failed(self, worker: WorkerId, newest: WorkerId, now: float) -> None:
-        """A worker ended at start-up; of those that were started together, up to `newest`, one counts."""
+        """A worker never got to work; of those that were started together, up to `newest`, one counts."""
         if worker >= self._counts_from:
             self.failed_starts += 1
         self._counts_from = newest + 1
         self.hire_from = now + min(PAUSE_S * 2 ** (self.failed_starts - 1), PAUSE_S_MAX)
 
     def start_succeeded(self) -> None:
-        """A worker came to its first step."""
-        self.failed_starts, self.hire_from = 0, float("-inf")
+        """A worker has done its part of a step."""
+        self.failed_starts = 0
 
 
 @dataclass
 class Worker:
-    """One process. `slot` is its local rank; slots from `Node.workers` on are standbys at their start."""
+    """One process. `slot` is its local rank; slots from `Node.workers` on are standbys at their start.
+
+    It is `proven` once a step is committed in which it took part, the first of which is `first_step`.
+    """
 
     id: WorkerId
     node: str
@@ -54,6 +57,8 @@ class Worker:
     pid: int = 0
     joined: bool = False
     ready: bool = False
+    first_step: int | None = None
+    proven: bool = False
     leaving: bool = False
     released: bool = False
     stopped: bool = False

@@ -420,6 +420,7 @@ class Job:
             with runtime.lock:
                 runtime.groups.close()
         runtime.training.hooks.remove()
+        runtime.training.unchanged.remove()
         if runtime.inbox.release.exit_code:
             raise SystemExit(runtime.inbox.release.exit_code)
 

@@ -55,15 +55,15 @@ class Step:
         if self.entered:
             raise UsageError(f"step {self.index} is iterated twice; one loop over a step is the whole step")
         self.entered = True
-        hooks = self._runtime.training.hooks
-        hooks.watched = True
+        hooks, unchanged = self._runtime.training.hooks, self._runtime.training.unchanged
+        hooks.watched = unchanged.in_loop = True
         try:
             while (micro_batch := self._runtime.next_micro_batch()) is not None:
                 yield self._begin(micro_batch)
                 self._end()
             self.complete = True
         finally:
-            hooks.watched = False
+            hooks.watched = unchanged.in_loop = False
         self._loss = self._runtime.training.loss
         seed_commit(self._seed, self.index)
 

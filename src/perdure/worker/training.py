@@ -41,7 +41,8 @@ class Training:
         self._trained = frozenset(map(id, parameters))
         self.buckets = Buckets(parameters)
         self.leaves = Leaves(parameters, names, exact)
-        self.unchanged = Unchanged(parameters, names)
+        optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+        self.unchanged = Unchanged(parameters, names, optimizers)
         self.buffers = Buffers(_buffers(objects))
         first_bucket = [homes[-1] if homes else 0 for homes in self.buckets.homes]
         self.hooks = Hooks(parameters, first_bucket, len(self.buckets))
