@@ -36,6 +36,35 @@ def test_a_job_goes_on_with_more_steps_and_other_workers_or_anew(tmp_path: Path)
     expect(anew, judged("gpt", steps=2, blocks=2))
 
 
+OTHER_DATA = """
+import sys, torch, perdure
+until, batch_size, seed = map(int, sys.argv[1:])
+job = perdure.join(seed=seed)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job.protect(model=model, optimizer=optimizer)
+data = torch.utils.data.TensorDataset(torch.ones(64, 4))
+for step in job.steps(perdure.MicroBatches(data, batch_size, 2), until=until):
+    for (x,) in step:
+        step.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_a_checkpoint_was_written_with_and_is_another_now_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OTHER_DATA)
+    run(tmp_path, script, 2, 4, 0)
+    same = run(tmp_path, script, 3, 4, 0)
+    assert "written with" not in same.printed
+    other = run(tmp_path, script, 4, 8, 1)
+    text = (
+        "seed 0, now 1, batch_size 4, now 8, the seed of MicroBatches 0, now 1: bits are others from here on"
+    )
+    assert f"perdure: that one was written with {text}" in other.printed
+
+
 @pytest.mark.parametrize("how", ["raise", "kill", "exit"])
 def test_a_crash_in_the_tail_is_mended_by_running_it_again(how: str, tmp_path: Path) -> None:
     """P17: by one worker, the others having ended well; nothing is trained again."""

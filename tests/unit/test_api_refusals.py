@@ -367,6 +367,40 @@ def test_habits_of_a_plain_loop_are_refused_inside_the_step(
     assert "belongs after the loop over the step" in str(refused.value)
 
 
+class Breaks(torch.autograd.Function):
+    """Its first backward fails, as for lack of memory."""
+
+    once = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if Breaks.once:
+            Breaks.once = False
+            raise RuntimeError("out of memory")
+        return gradient
+
+
+def test_a_backward_that_fails_may_be_tried_again(job: perdure.Job) -> None:
+    """E4: what the first one left is thrown away, and the micro-batch comes again."""
+    training = Training(job, nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 1)))
+    first, last = training.model
+    Breaks.once = True
+    seen: list[int] = []
+    job.protect(model=training.model, optimizer=training.optimizer)
+    for step in job.steps(training.batches, until=1):
+        for x, _, _ in step:
+            seen.append(step.micro_batch)
+            try:
+                step.backward(last(Breaks.apply(first(x))).mean())
+            except RuntimeError:
+                step.backward(training.model(x).mean())
+    assert seen == [0, 0, 1]
+
+
 # ── scalers ─────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from job_rig import Rig, training
 from perdure.core.failures import ALL_LOST_LIMIT
 from perdure.schema import messages as msg
@@ -441,18 +443,46 @@ def test_a_stop_before_anybody_has_come_back_does_not_speak_of_losses() -> None:
     assert new.ended.message == "ended before training went on"
 
 
-def test_a_stop_that_finds_only_new_workers_does_not_ask_them_for_the_state() -> None:
-    new = restarted(training(workers=1, steps=4), min_nodes=2)
-    new.hello("a", workers=1)
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_stop_that_finds_only_new_workers_does_not_ask_them_for_the_state(ready: bool) -> None:
+    """Nor does it wait for them for longer than it says."""
+    new = restarted(training(workers=1, steps=4))
+    new.hands.clear()
+    new.hello("a", workers=2)
     new.take(new.job.asked(15, new.now))
-    new.hello("b", workers=1)
-    new.starts.clear()
-    new.started()
-    assert new.ended is None
-    new.wait(10.1)
+    assert "waiting 10 s at most" in new.said[-1]
+    if ready:
+        new.started()
+        assert new.told(3, msg.Seal) == []
+    else:
+        new.wait(10.1)
     assert new.ended is not None
     assert new.ended.message == "ended before training went on"
-    assert not any("no survivor holds the state" in said for said in new.said)
+
+
+def test_when_those_of_before_die_new_workers_take_the_checkpoint_at_once() -> None:
+    """They are not asked for a state that they cannot have, and are not lost for that."""
+    new = restarted(training(workers=1, steps=4), checkpoints=("/c/3",))
+    new.restored = 3
+    new.hello("a", workers=1)
+    new.hello("b", workers=1, seen=[0])
+    new.kill(0)
+    new.started()
+    new.serve()
+    assert len(new.members) == 2
+    assert "going on from /c/3: step 3 is the last committed one" in new.said
+    assert not any("lost" in said or "no survivor" in said for said in new.said)
+    assert new.kills == []
+
+
+def test_a_signal_to_a_script_without_perdure_is_passed_on_in_every_run() -> None:
+    rig = Rig(incarnation=2)
+    rig.hello(workers=1)
+    worker = rig.starts.pop().worker
+    rig.take(rig.job.worker_started(worker, 1, rig.now))
+    rig.take(rig.job.asked(15, rig.now))
+    assert rig.kills == [worker]
+    assert rig.said[-1] == "signal 15: passed on to the workers; again to end at once"
 
 
 def test_a_stop_that_comes_before_any_other_node_waits_for_them_once() -> None:

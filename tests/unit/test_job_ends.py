@@ -192,7 +192,7 @@ def test_a_stop_between_a_total_loss_and_the_start_after_it_says_what_is_left() 
     rig.take(rig.job.asked(2, rig.now))
     assert rig.ended is not None
     assert rig.ended.exit_code == 130
-    assert rig.ended.message == "ended while no worker was there; a later run goes on from the beginning"
+    assert rig.ended.message == "ended while no worker had the state; a later run goes on from the beginning"
 
 
 def test_the_last_state_is_written_before_anybody_goes() -> None:

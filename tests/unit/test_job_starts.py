@@ -7,6 +7,7 @@ import pytest
 
 from job_rig import SHAPE, Rig, training
 from perdure.schema import messages as msg
+from perdure.schema.plan import Position
 
 
 def test_the_lowest_number_of_nodes_is_waited_for() -> None:
@@ -185,6 +186,60 @@ def test_a_node_that_trains_something_else_is_turned_away_and_the_others_go_on()
     assert rig.members == (0, 1)
     assert set(rig.job.staff.workers) == {0, 1}
     assert rig.faults() == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_node_that_is_turned_away_while_it_comes_back_leaves_nothing(workers: int) -> None:
+    rig = training(workers=2)
+    rig.hello("b", workers=workers)
+    other = msgspec.structs.replace(SHAPE, until=40)
+    there = []
+    for worker in [start.worker for start in rig.starts]:
+        rig.take(rig.job.worker_started(worker, 1, rig.now))
+        rig.say(worker, msg.Joined())
+        ready = msg.Ready("h", 1, other, Position(worker=worker))
+        there.append(msg.WorkerSeen(worker, 1, True, ready))
+    rig.take(rig.job.agent_lost("b", rig.now))
+    hello = msg.AgentHello("b", "host-b", workers, 0, ("train.py",), "0", tuple(there))
+    rig.take(rig.job.agent_joined(hello, rig.now))
+    assert rig.turned_away == ["b"]
+    assert set(rig.job.staff.workers) == {0, 1}
+    assert set(rig.job.staff.nodes) == {"a"}
+    rig.commit()
+    assert rig.ended is None
+
+
+@pytest.mark.parametrize("how", ["other steps", "wrong use"])
+def test_a_newcomer_that_is_wrong_while_the_last_state_is_written_ends_nothing(how: str) -> None:
+    rig = training(workers=2, steps=SHAPE.until - 1)
+    rig.kill(1)
+    rig.serve()
+    start = rig.starts.pop()
+    rig.take(rig.job.worker_started(start.worker, 1, rig.now))
+    rig.say(start.worker, msg.Joined())
+    for worker in rig.members:
+        rig.hands[worker].committed += 1
+    rig.finish()
+    assert rig.job.phase == "saving"
+    if how == "other steps":
+        other = msgspec.structs.replace(SHAPE, until=40)
+        rig.say(start.worker, msg.Ready("h", 1, other, Position(worker=start.worker)))
+    else:
+        rig.crash(start.worker, kind="perdure.schema.errors.UsageError", user=True)
+    assert rig.ended is None
+    rig.write(0, SHAPE.until - 1)
+    assert rig.told(0, msg.Release)
+
+
+def test_the_ranks_of_nodes_stay_different_when_one_leaves() -> None:
+    rig = training(workers=1)
+    rig.hello("b", workers=1)
+    rig.hello("c", workers=1)
+    rig.starts.clear()
+    rig.take(rig.job.agent_lost("b", rig.now))
+    rig.wait(1.0)
+    rig.hello("d", workers=1)
+    assert {name: node.rank for name, node in rig.job.staff.nodes.items()} == {"a": 0, "c": 2, "d": 1}
 
 
 def test_a_worker_that_differs_from_its_own_nodes_others_ends_the_run() -> None:

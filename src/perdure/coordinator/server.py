@@ -178,7 +178,7 @@ class Server:
             old.close()
         self._agents[hello.node] = writer
         known = self.job.staff.nodes
-        rank = known[hello.node].rank if hello.node in known else len(known)
+        rank = known[hello.node].rank if hello.node in known else self.job.staff.free_rank
         settings = self.job.settings
         writer.write(encode(msg.AgentWelcome(settings.job, settings.incarnation, rank, settings.min_nodes)))
         return hello.node
@@ -246,7 +246,8 @@ class Server:
                 case core.Kill(worker, signum):
                     self._to_node_of(worker, msg.StopWorker(worker, signum))
                 case core.TurnAway(node, text, exit_code):
-                    self._agents.pop(node).write(encode(msg.EndAgent(exit_code, text)))
+                    if (writer := self._agents.pop(node, None)) is not None:
+                        _tell(writer, msg.EndAgent(exit_code, text))
                 case core.Event(name, fields):
                     self._run_dir.event(name, fields)
                 case core.WriteRecord(record):

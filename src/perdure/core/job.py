@@ -11,8 +11,8 @@ The job is in one phase at a time:
     over        the run has an exit code
 
 `now` is any monotonic clock in seconds; the job itself has none. What follows from a death is in `deaths`,
-checkpoints and the end in `saving`, what may not last in `deadlines`, a script without perdure in `plain`;
-they meet in `office`.
+checkpoints and the end in `saving`, what may not last in `deadlines`, a script without perdure in `plain`,
+a coordinator's restart in `rejoin`; they meet in `office`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,13 @@ from perdure.core.membership import Membership
 from perdure.core.office import Office
 from perdure.core.plain import PlainScript
 from perdure.core.records import Records
+from perdure.core.rejoin import REJOIN_S, Rejoin
 from perdure.core.saving import Saving
 from perdure.core.settings import Settings
 from perdure.core.staff import Node, Staff, Worker
 from perdure.schema import messages as msg
 from perdure.schema.ids import WorkerId
 from perdure.schema.plan import Address
-
-REJOIN_S = 10.0
-"""After a coordinator's restart, agents have this long to say hello again (P9)."""
 
 
 class Job:
@@ -81,7 +79,7 @@ class Job:
         self._askers: set[str] = set()
         self._saves: dict[msg.SaveRequest, str | None] = {}
         self._blocks = settings.blocks
-        self._rejoin_until: float | None = None
+        self._rejoin = Rejoin(self._office)
 
     # ── what can be seen of it ──────────────────────────────────────────────────────────────────────
 
@@ -125,13 +123,14 @@ class Job:
             self._office.want(TurnAway(hello.node, text))
             return self._go_on(now)
         if node is None:
-            rank = len(self.staff.nodes)
-            node = Node(hello.node, hello.host, hello.workers, hello.standby, rank)
+            node = Node(hello.node, hello.host, hello.workers, hello.standby, self.staff.free_rank)
             self.staff.nodes[hello.node] = node
             if (missing := self.settings.min_nodes - len(self.staff.nodes)) > 0:
                 self._office.say(f"waiting for {missing} more node{'s' if missing > 1 else ''} (--nnodes)")
         else:
             self._reconnected(hello, now)
+            if hello.node not in self.staff.nodes:
+                return self._go_on(now)
         node.lost_at = None
         for seen in hello.seen:
             self._seen(hello, seen, now)
@@ -197,7 +196,7 @@ class Job:
             pass  # it is under way
         elif self.phase in ("training", "saving"):
             office.say(f"signal {signum}: finishing the step and saving; again to end at once")
-        elif self._may_rejoin(now):
+        elif self._rejoin.may_come(now):
             what = f"waiting {REJOIN_S:g} s at most for workers of before, to save their state"
             office.say(f"signal {signum}: {what}; again to end at once")
         elif self._plain.is_plain() and self.staff.workers:
@@ -331,7 +330,7 @@ class Job:
         if self.phase not in ("gathering", "training"):
             return  # it has done its part, and ends with the others
         worker.leaving = True
-        if not self.membership.leaving(worker.id) and self._rejoin_until is None:
+        if not self.membership.leaving(worker.id) and not self._rejoin.waits:
             self._office.let_go(worker.id)
 
     def _on_finished(self, worker: Worker, message: msg.Finished, now: float) -> None:
@@ -442,9 +441,7 @@ class Job:
 
     def _gather(self, now: float) -> None:
         """Open the first generation when everybody who is expected is at the first step."""
-        waiting = self._rejoin_until is not None and now <= self._rejoin_until
-        if self._rejoin_until is not None and (self.staff.workers or waiting or not self._office.stopping):
-            self._rejoin(now)
+        if self._rejoin.waits and not self._rejoin.is_vain(now):
             return
         if self._office.stopping and not self._plain.signalled:
             self._office.end(128 + self._office.stopping, self._saving.without())
@@ -473,7 +470,7 @@ class Job:
         """A worker that the agent had before this coordinator knew it."""
         if seen.worker in self.staff.workers:
             return
-        fresh = self.phase == "gathering" and (not self.membership.peers or self._rejoin_until is not None)
+        fresh = self.phase == "gathering" and (not self.membership.peers or self._rejoin.waits)
         slot = len(self.staff.on(hello.node))
         worker = Worker(seen.worker, hello.node, slot=slot, pid=seen.pid, joined=seen.joined)
         self.staff.workers[seen.worker] = worker
@@ -482,7 +479,7 @@ class Job:
         if not fresh or seen.ready is None or seen.worker in self.settings.given_up:
             self._office.kill(seen.worker)
             return
-        self._rejoin_until = self._rejoin_until or now + REJOIN_S
+        self._rejoin.seen(now)
         worker.ready = True
         address = Address(seen.worker, hello.node, seen.ready.host, seen.ready.port)
         self.membership.ready(address, seen.ready.position, seen.ready.shape)
@@ -491,6 +488,8 @@ class Job:
         """What was under way when the connection broke is lost: say it again, and ask for positions anew."""
         there = {seen.worker: seen for seen in hello.seen}
         for worker in self.staff.on(hello.node):
+            if worker.id not in self.staff.workers:
+                continue  # turned away with its node just now
             self._saving.lost(worker.id)
             if self._restoring == worker.id:
                 self._restoring = None
@@ -503,7 +502,7 @@ class Job:
             seen = there[worker.id]
             if seen.joined and not worker.ready:
                 self._on_joined(worker, msg.Joined(), now)  # that was lost, or the answer to it
-            if seen.ready is not None and not worker.ready:
+            if seen.ready is not None and not (worker.ready or worker.stopped):
                 self._on_ready(worker, seen.ready, now)
             if worker.stopped:
                 self._office.kill(worker.id)
@@ -513,27 +512,6 @@ class Job:
             self._saving.save_again()
         elif self.membership.current is not None or self.membership.opening is not None:
             self._office.carry(self.membership.again(), now)
-
-    def _may_rejoin(self, now: float) -> bool:
-        """Whether there may be members that an earlier coordinator had: a stop has to wait for them."""
-        settings = self.settings
-        if self._rejoin_until is None and settings.max_nodes != 1 and settings.incarnation > 1:
-            self._rejoin_until = now + REJOIN_S
-        return self._rejoin_until is not None
-
-    def _rejoin(self, now: float) -> None:
-        """P9: after the coordinator's restart, everybody's position is collected before anything opens."""
-        seen = [w for w in self.staff.workers.values() if w.ready]
-        complete = len(seen) >= self.staff.target and len(self.staff.nodes) >= self.settings.min_nodes
-        assert self._rejoin_until is not None
-        if not complete and not (seen and now > self._rejoin_until):
-            return
-        if self._office.stopping and all(worker.id >= self.settings.first_worker for worker in seen):
-            self._office.end(128 + self._office.stopping, self._saving.without())  # nobody of before
-        else:
-            self._rejoin_until = None
-            self.membership.progress = self.records.last  # until they have reported
-            self._office.carry(self.membership.start(sorted(self.membership.peers)), now)
 
     def _steer(self, now: float) -> None:
         """Switch to the members that the job is to have, when a planned switch is possible."""

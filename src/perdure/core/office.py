@@ -158,8 +158,8 @@ class Office:
     def _opened(self, opened: mem.Opened, now: float) -> None:
         self.opened_at = now
         plan = opened.plan
-        if opened.reason == "start":  # perhaps of members that an earlier coordinator had
-            self.committed = max(self.committed, plan.base - 1)
+        if opened.reason == "start" and plan.base > self.committed:
+            self.restart(plan.base)  # its members were an earlier coordinator's
         self.event(
             "generation_opened",
             generation=str(plan.generation),
@@ -234,7 +234,7 @@ class Office:
     @property
     def in_training(self) -> bool:
         """Whether the job has members that train: what fails beside them has not failed at the start."""
-        return self.phase == "training" and bool(self.membership.members)
+        return self.phase in ("training", "saving") and bool(self.membership.members)
 
     @property
     def heal_is_long(self) -> bool:

@@ -158,8 +158,10 @@ class Saving:
         office = self._office
         if office.membership.begun:
             newest = next(iter(self.restorable), "")
-            return f"ended while no worker was there; a later run goes on from {newest or 'the beginning'}"
-        if office.attempt:
+            return (
+                f"ended while no worker had the state; a later run goes on from {newest or 'the beginning'}"
+            )
+        if office.attempt and not office.staff.joins:
             return "ended before the script started again"
         return f"ended before training {'began' if office.records.last < 0 else 'went on'}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -108,6 +109,12 @@ class Staff:
     def present(self) -> int:
         """How many nodes there are, without those whose connection is broken."""
         return sum(node.lost_at is None for node in self.nodes.values())
+
+    @property
+    def free_rank(self) -> int:
+        """The rank of the next node: the lowest that nobody has."""
+        taken = {node.rank for node in self.nodes.values()}
+        return next(rank for rank in itertools.count() if rank not in taken)
 
     @property
     def size(self) -> int:

@@ -90,7 +90,8 @@ class Restoration:
             elif own or not self._adopt:
                 source = source.clone()
             self._made[key] = typed(source, spec)
-        return self._made[key]
+        made = self._made[key]
+        return made.clone() if own and made.storage_offset() else made
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -44,7 +44,8 @@ _RENAME_EXCHANGE: Final = 2
 class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a job must know to go on.
 
-    The last committed step, the state's digest after it, and the fixed layout.
+    The last committed step, the state's digest after it, the fixed layout, and what else decides which
+    samples come (`data`; checkpoints from before it was kept have none).
     """
 
     step: int
@@ -52,6 +53,7 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: int
     per_step: int
     seed: int
+    data: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class FileSum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

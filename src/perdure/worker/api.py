@@ -273,7 +273,7 @@ class Job:
         page = context.progress if context is not None else ProgressPage()
         runtime = Runtime(member, training, self._send, page)
         runtime.log_samples = self._welcome.log_samples
-        self._saver = Saver(runtime, self.seed)
+        self._saver = Saver(runtime, self.seed, batches.described)
         warning = determinism.warning(parameter.device for parameter in training.leaves.parameters)
         if context is None:
             assert self._alone is not None

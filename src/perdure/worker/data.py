@@ -135,6 +135,17 @@ class MicroBatches:
         self._bound = bound
 
     @property
+    def described(self) -> dict[str, int]:
+        """What decides which samples come, beside `per_step`; known once bound."""
+        return {
+            "batch_size": self.batch_size,
+            "samples": self.samples,
+            "shuffle": int(self.shuffle),
+            "drop_last": int(self.drop_last),
+            "the seed of MicroBatches": self.seed,
+        }
+
+    @property
     def seed(self) -> int:
         """The seed of this stream's permutations and transforms; known once bound."""
         return self._fixed()[0]

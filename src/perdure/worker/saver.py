@@ -25,12 +25,13 @@ from perdure.worker.runtime import Runtime
 class Saver:
     """Writes checkpoints of one worker."""
 
-    def __init__(self, runtime: Runtime, seed: int) -> None:
+    def __init__(self, runtime: Runtime, seed: int, data: dict[str, int]) -> None:
         self._runtime = runtime
         self._training = runtime.training
         self._writer = f"w{runtime.member.worker}"
         self._shape = runtime.member.shape
         self._seed = seed
+        self._data = data
         self._send = runtime.tell
         self._thread: threading.Thread | None = None
         self._slab: torch.Tensor | None = None
@@ -44,13 +45,15 @@ class Saver:
             blocks=self._shape.blocks,
             per_step=self._shape.per_step,
             seed=self._seed,
+            data=self._data,
         )
 
     def difference(self, found: Meta) -> str:
         """What decides bits and was another when a checkpoint was written, in words."""
         here = self.meta(found.step, found.digest)
-        names = [n for n in ("blocks", "per_step", "seed") if getattr(here, n) != getattr(found, n)]
-        return ", ".join(f"{name} {getattr(found, name)}, now {getattr(here, name)}" for name in names)
+        pairs = [(n, getattr(found, n), getattr(here, n)) for n in ("blocks", "per_step", "seed")]
+        pairs += [(name, found.data.get(name, value), value) for name, value in here.data.items()]
+        return ", ".join(f"{name} {was}, now {now}" for name, was, now in pairs if was != now)
 
     def prepare(self) -> None:
         """A checkpoint is coming: have memory at hand whose pages exist, so that the copy is quick."""

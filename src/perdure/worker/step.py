@@ -160,7 +160,9 @@ class Step:
             raise UsageError(f"step.backward: weight={weight!r}; expected a finite number ≥ 0")
         if scaler is not None and not self._runtime.training.protects_scaler(scaler):
             raise UsageError("step.backward: this scaler is not protected; give job.protect it too")
-        if not self._runtime.training.hooks.stray:  # else that is said when the micro-batch ends
+        if not (
+            self._failed or self._runtime.training.hooks.stray
+        ):  # what follows from that comes at its end
             self._runtime.training.unchanged.check_gradients(self._where)
         self._calls += 1
         self._weighted_loss += float(loss.detach()) * float(weight)

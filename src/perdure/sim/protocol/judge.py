@@ -203,7 +203,9 @@ class Judge:
         cut = any(fault.kind in ("partition", "blip") for fault in sim.faults.fired)
         alone = cut and message == "every node is lost"
         no_checkpoint = not sim.schedule.checkpoint_every and "without checkpoints" in message
-        before = exit_code == 143 and ("before training" in message or "no worker was there" in message)
+        living = any(self.counts(worker) and worker.member.committed >= 0 for worker in sim.workers.values())
+        early = "before training" in message and not living
+        before = exit_code == 143 and (early or "no worker had the state" in message)
         if alone or no_checkpoint or before:
             return
         last = len(durable.records) - 1

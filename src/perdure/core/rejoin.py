@@ -1,0 +1,53 @@
+"""After a coordinator's restart: whom the one before had is collected before anything opens (P9). Pure.
+
+Those workers go on meanwhile. Where they stand they say when they are asked (sealed), not when they are
+seen again: what an agent repeats is their first word.
+"""
+
+from __future__ import annotations
+
+from perdure.core.office import Office
+
+REJOIN_S = 10.0
+"""Agents have this long to say hello again."""
+
+
+class Rejoin:
+    """Waits for the members of before, if there may be any."""
+
+    def __init__(self, office: Office) -> None:
+        self._office = office
+        self._until: float | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody is waited for."""
+        return self._until is not None
+
+    def seen(self, now: float) -> None:
+        """A worker of before is there."""
+        self._until = self._until or now + REJOIN_S
+
+    def may_come(self, now: float) -> bool:
+        """Whether there may be members of before, whom a stop has to wait for."""
+        settings, begun = self._office.settings, self._office.membership.begun
+        # Blocks are kept once a worker was at its first step.
+        if settings.max_nodes != 1 and settings.incarnation > 1 and settings.blocks and not begun:
+            self.seen(now)
+        return self.waits
+
+    def is_vain(self, now: float) -> bool:
+        """When all are there or the time is over, go on with those of before; true if there are none."""
+        office, membership = self._office, self._office.membership
+        there = membership.peers
+        nodes = len(office.staff.nodes) >= office.settings.min_nodes
+        assert self._until is not None
+        complete = bool(there) and len(there) >= office.staff.target and nodes
+        if not complete and not (now > self._until and (there or office.stopping)):
+            return False
+        self._until = None
+        if all(worker >= office.settings.first_worker for worker in there):
+            return True
+        membership.progress = office.records.last  # until they have reported
+        office.carry(membership.start(sorted(there)), now)
+        return False
