@@ -218,7 +218,7 @@ def test_fault_before_the_first_commit_counts_from_where_computing_began(log: Lo
     assert log.report().faults[0].stall_s == pytest.approx(104 - 102 - 1)
 
 
-def test_stalls_while_steps_come_again(log: Log) -> None:
+def test_stalls_while_steps_come_again(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     """A total loss costs all that comes again; a fault within that only its own."""
     log.start(100, range(2))
     for step in range(4):
@@ -234,6 +234,10 @@ def test_stalls_while_steps_come_again(log: Log) -> None:
     total, same, within = (fault.stall_s for fault in log.report().faults)
     assert total == same == pytest.approx(112.4 - 106 - 1)
     assert within == pytest.approx(110.4 - 109 - 1)
+    assert log.report().steps_again == 4
+    assert main(["report", str(log.run_dir)]) == 0
+    assert "4 committed steps came again" in capsys.readouterr().out
+    assert "steps came again" in render_page(log.report(), "a run")
 
 
 def test_two_starts_of_one_run(log: Log) -> None:

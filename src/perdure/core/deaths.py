@@ -302,6 +302,7 @@ class Deaths:
             severity=decision.severity,
             action=decision.action,
             message=decision.message,
+            **self._in_hand(worker),
         )
         if decision.action == "replace" and not self._plain.is_plain():
             again = worker.released and self._saving.restorable

@@ -354,7 +354,9 @@ class Job:
         office.say(f"going on from {message.path}: step {message.step} is the last committed one")
         if message.differs:
             office.say(f"that one was written with {message.differs}: bits are others from here on")
-        self.membership.restored(worker.id, message.step, message.digest)
+        step = message.step
+        office.event("healed", worker=worker.id, step=step, bytes=0, seconds=0.0, source="disk")
+        self.membership.restored(worker.id, step, message.digest)
         self.records.resumed(message.step)
         self._open_first(now, message.step)
 

@@ -159,7 +159,8 @@ class Office:
         self.opened_at = now
         plan = opened.plan
         if opened.reason == "start" and plan.base > self.committed:
-            self.restart(plan.base)  # its members were an earlier coordinator's
+            self.committed = plan.base  # its members were an earlier coordinator's
+            self.records.forget(plan.base)
         self.event(
             "generation_opened",
             generation=str(plan.generation),

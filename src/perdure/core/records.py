@@ -59,6 +59,10 @@ class Records:
     def restart(self, step: int) -> None:
         """Everybody was lost, and training begins after `step`: what was beyond is of a life that is over."""
         self._waiting.clear()
+        self.forget(step)
+
+    def forget(self, step: int) -> None:
+        """Members stand at `step`: what was agreed on for later ones was so in a life that is over."""
         self.agreed = {s: digest for s, digest in self.agreed.items() if s <= step}
 
     def resumed(self, step: int) -> None:

@@ -74,6 +74,7 @@ def fold(records: Records) -> Report:
         end=max(moments, default=None),
         exit_code=exit_code,
         checkpoints=sum(e.name == "checkpoint_written" for e in events),
+        steps_again=sum(e.name == "step_again" for e in events),
         unread=records.unread,
     )
 

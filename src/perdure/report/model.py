@@ -80,7 +80,9 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole run. `fault_times` has the moment of each fault; `notes` what else a reader should know."""
+    """A whole run. `fault_times` has the moment of each fault; `notes` what else a reader should know,
+    `steps_again` how many steps had been committed before a total loss and came again.
+    """
 
     committed_steps: int
     final_digest: str | None
@@ -96,6 +98,7 @@ class Report:
     end: float | None = None
     exit_code: int | None = None
     checkpoints: int = 0
+    steps_again: int = 0
     unread: int = 0
 
     def as_json(self) -> dict[str, Any]:

@@ -41,7 +41,10 @@ def _summary(report: Report) -> Table:
     table.add_row("final digest", report.final_digest or "–")
     table.add_row("step (median)", step)
     table.add_row("goodput", goodput)
-    table.add_row("faults", f"{len(report.faults)}, {recomputed} micro-batches computed again")
+    again = f"{recomputed} micro-batch{'es' * (recomputed != 1)} computed again"
+    table.add_row("faults", f"{len(report.faults)}, {again}")
+    if report.steps_again:
+        table.add_row("total losses", f"{report.steps_again} committed steps came again")
     table.add_row("checkpoints", str(report.checkpoints))
     return table
 
