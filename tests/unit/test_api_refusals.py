@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Training:
         self.model = model or nn.Linear(12, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.fused: torch.optim.Optimizer = self.optimizer
+        self.teacher = nn.Linear(12, 1).requires_grad_(False)
         self.batches = perdure.MicroBatches(Numbers(), 4, 2)
 
     def loop(self, body: Callable[[Any, torch.Tensor], None]) -> None:
@@ -338,6 +340,13 @@ def _fused(training: Training, step: Any, loss: torch.Tensor) -> None:
     training.fused.step()
 
 
+def _teacher(training: Training, step: Any, loss: torch.Tensor) -> None:
+    """Frozen parameters are state like others."""
+    step.backward(loss)
+    with torch.no_grad():
+        training.teacher.weight.lerp_(training.model.weight, 0.01)
+
+
 def _load(training: Training, step: Any, loss: torch.Tensor) -> None:
     training.model.load_state_dict(training.model.state_dict())
     step.backward(loss)
@@ -352,6 +361,7 @@ def _load(training: Training, step: Any, loss: torch.Tensor) -> None:
         (_between_two_calls, "micro-batch 0 of step 0: the gradient of model"),
         (_step, r"SGD\.step\(\) inside"),
         (_fused, r"AdamW\.step\(\) inside"),
+        (_teacher, r"micro-batch 0 of step 0: the parameter teacher\.weight"),
         (_load, "micro-batch 0 of step 0: the parameter model"),
     ],
 )
@@ -360,7 +370,7 @@ def test_habits_of_a_plain_loop_are_refused_inside_the_step(
 ) -> None:
     training = Training(job)
     training.fused = torch.optim.AdamW(training.model.parameters(), fused=True)
-    job.protect(fused=training.fused)
+    job.protect(fused=training.fused, teacher=training.teacher)
     with pytest.raises(UsageError, match=text) as refused:
         training.loop(lambda step, loss: habit(training, step, loss))
     assert "inside `for … in step`" in str(refused.value)
@@ -399,6 +409,20 @@ def test_a_backward_that_fails_may_be_tried_again(job: perdure.Job) -> None:
             except RuntimeError:
                 step.backward(training.model(x).mean())
     assert seen == [0, 0, 1]
+
+
+def test_a_backward_that_always_fails_is_not_tried_for_ever(job: perdure.Job) -> None:
+    training = Training(job)
+    seen: list[int] = []
+
+    def body(step: Any, loss: torch.Tensor) -> None:
+        seen.append(step.micro_batch)
+        with suppress(RuntimeError):
+            step.backward(loss.detach())
+
+    with pytest.raises(UsageError, match=r"micro-batch 0 of step 0 came 3 times.*in its place"):
+        training.loop(body)
+    assert seen == [0, 0, 0]
 
 
 # ── scalers ─────────────────────────────────────────────────────────────────────────────────────────

@@ -481,7 +481,7 @@ class Job:
         if not fresh or seen.ready is None or seen.worker in self.settings.given_up:
             self._office.kill(seen.worker)
             return
-        self._rejoin.seen(now)
+        self._rejoin.seen(seen.worker, now)
         worker.ready = True
         address = Address(seen.worker, hello.node, seen.ready.host, seen.ready.port)
         self.membership.ready(address, seen.ready.position, seen.ready.shape)

@@ -7,6 +7,7 @@ seen again: what an agent repeats is their first word.
 from __future__ import annotations
 
 from perdure.core.office import Office
+from perdure.schema.ids import WorkerId
 
 REJOIN_S = 10.0
 """Agents have this long to say hello again."""
@@ -18,14 +19,16 @@ class Rejoin:
     def __init__(self, office: Office) -> None:
         self._office = office
         self._until: float | None = None
+        self._kept: set[WorkerId] = set()
 
     @property
     def waits(self) -> bool:
         """Whether somebody is waited for."""
         return self._until is not None
 
-    def seen(self, now: float) -> None:
-        """A worker of before is there."""
+    def seen(self, worker: WorkerId, now: float) -> None:
+        """A worker of before is there: of another coordinator, or of a node that was given up for lost."""
+        self._kept.add(worker)
         self._until = self._until or now + REJOIN_S
 
     def may_come(self, now: float) -> bool:
@@ -33,7 +36,7 @@ class Rejoin:
         settings, begun = self._office.settings, self._office.membership.begun
         # Blocks are kept once a worker was at its first step.
         if settings.max_nodes != 1 and settings.incarnation > 1 and settings.blocks and not begun:
-            self.seen(now)
+            self._until = self._until or now + REJOIN_S
         return self.waits
 
     def is_vain(self, now: float) -> bool:
@@ -46,7 +49,7 @@ class Rejoin:
         if not complete and not (now > self._until and (there or office.stopping)):
             return False
         self._until = None
-        if all(worker >= office.settings.first_worker for worker in there):
+        if self._kept.isdisjoint(there):
             return True
         membership.progress = office.records.last  # until they have reported
         office.carry(membership.start(sorted(there)), now)

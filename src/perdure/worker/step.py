@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,9 @@ from perdure.worker.data import MicroBatches
 from perdure.worker.loader import Loader
 from perdure.worker.rng import seed_commit, seed_micro_batch
 from perdure.worker.runtime import Runtime
+
+TRIES_MAX = 3
+"""So often a micro-batch comes whose backward fails while the script goes on (E4)."""
 
 TEXT_MAX = 1 << 16
 """Characters of a text that is logged: it goes to every peer, and into a line of metrics.jsonl."""
@@ -49,6 +53,7 @@ class Step:
         self._weight = 0.0
         self._skipped = False
         self._failed = False
+        self._spoilt: Counter[int] = Counter()
         self._told_early = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -104,6 +109,14 @@ class Step:
                 f"{self._where}: loss.backward() was refused, yet the script went on; its gradient is in "
                 ".grad now: call step.backward(loss) alone"
             )
+        if self._failed:
+            self._spoilt[self.micro_batch] += 1
+            if self._spoilt[self.micro_batch] >= TRIES_MAX:
+                raise UsageError(
+                    f"{self._where} came {TRIES_MAX} times and step.backward failed each time: what a failed "
+                    "one leaves is thrown away and the micro-batch comes again; let the error out, or call "
+                    "step.skip() in its place"
+                )
         if leaves.in_pieces(hooks.several) or self._failed:
             if gone or self._told_early:
                 self._runtime.unfit()

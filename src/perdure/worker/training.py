@@ -29,7 +29,8 @@ class Training:
     def __init__(self, objects: Mapping[str, object], digest_every: int = 1, exact: bool = True) -> None:
         _wake_scalers(objects)
         self.state = ProtectedState(objects)
-        names, parameters = _parameters(objects)
+        every = _parameters(objects)
+        names, parameters = _trainable(every)
         for name, parameter in zip(names, parameters, strict=True):
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ProtectError(
@@ -42,7 +43,7 @@ class Training:
         self.buckets = Buckets(parameters)
         self.leaves = Leaves(parameters, names, exact)
         optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
-        self.unchanged = Unchanged(parameters, names, optimizers)
+        self.unchanged = Unchanged(every, optimizers)
         self.buffers = Buffers(_buffers(objects))
         first_bucket = [homes[-1] if homes else 0 for homes in self.buckets.homes]
         self.hooks = Hooks(parameters, first_bucket, len(self.buckets))
@@ -143,8 +144,8 @@ class Training:
         self.buffers.note_restored()
 
 
-def _parameters(objects: Mapping[str, object]) -> tuple[list[str], list[torch.Tensor]]:
-    """Everything that gets a gradient: of the modules first, then what only an optimizer knows."""
+def _parameters(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """All of them, each once: of the modules first, then what only an optimizer knows."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, thing in objects.items():
         if isinstance(thing, torch.nn.Module):
@@ -155,12 +156,17 @@ def _parameters(objects: Mapping[str, object]) -> tuple[list[str], list[torch.Te
             parameters = itertools.chain.from_iterable(group["params"] for group in thing.param_groups)
             for index, parameter in enumerate(parameters):
                 found.setdefault(id(parameter), (f"{name}.params[{index}]", parameter))
-    wanted = [(name, parameter) for name, parameter in found.values() if parameter.requires_grad]
+    return dict(found.values())
+
+
+def _trainable(parameters: Mapping[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+    """Everything that gets a gradient."""
+    wanted = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     if not wanted:
         raise ProtectError(
             "job.protect: none of the protected objects has a parameter that requires a gradient"
         )
-    return [name for name, _ in wanted], [parameter for _, parameter in wanted]
+    return [*wanted], [*wanted.values()]
 
 
 def _wake_scalers(objects: Mapping[str, object]) -> None:

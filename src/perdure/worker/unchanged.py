@@ -8,7 +8,7 @@ count what goes through `.data`, nor what fused optimizers do: an optimizer is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import and_, eq, is_
 
 import torch
@@ -26,13 +26,12 @@ class Unchanged:
 
     def __init__(
         self,
-        parameters: Sequence[torch.Tensor],
-        names: Sequence[str],
+        parameters: Mapping[str, torch.Tensor],
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self.in_loop = False
-        self._parameters = list(parameters)
-        self._names = list(names)
+        self._parameters = list(parameters.values())
+        self._names = list(parameters)
         self._handles = [optimizer.register_step_pre_hook(self._refuse) for optimizer in optimizers]
         self._values: list[int] = []
         self._gradients: list[torch.Tensor | None] = []
