@@ -152,7 +152,7 @@ def compare(console: Console, run_dir: Path, struck: int, steps: int) -> int:
     expected, found = digests(run_dir / PLAIN), digests(run_dir / KILLED)
     different = [step for step in range(steps) if expected.get(step) != found.get(step)]
     faults = [fault for fault in killed.report.faults if fault.kind == "signal"]
-    stalls = ", ".join(f"{fault.stall_s:.2f} s" for fault in faults if fault.stall_s is not None)
+    stalls = ", ".join(f"{max(fault.stall_s, 0.0):.2f} s" for fault in faults if fault.stall_s is not None)
     table = Table("", PLAIN, f"{struck} killed", box=None, padding=(0, 2), header_style="bold")
     table.add_row("steps committed", str(plain.report.committed_steps), str(killed.report.committed_steps))
     table.add_row("committed steps lost", str(plain.lost), str(killed.lost))
