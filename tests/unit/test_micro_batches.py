@@ -166,7 +166,7 @@ class Endless(Dataset[int]):
 
 class Unfinished(Endless):
     def __len__(self) -> int:
-        raise NotImplementedError
+        raise NotImplementedError  # as unfinished data sets do; it is refused with what to add
 
 
 @pytest.mark.parametrize(
