@@ -87,6 +87,7 @@ def train(args: argparse.Namespace) -> None:
     def judge(batch: Any) -> tuple[dict[str, float], int]:
         if args.kill_evaluation in batch[2]:
             kill(args.notes, "evaluation")
+        parts.protected["model"].eval()  # and not back: only workers that are dealt a batch come here
         loss, _ = parts.loss(batch)
         return {"error": float(loss), "drawn": float(torch.rand(()))}, len(batch[0])
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from tasks import Numbers, Parts, Task, Weighted, stepping
@@ -172,7 +173,55 @@ def _wide(seed: int) -> Parts:
     return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, stepping(optimizer))
 
 
+class Centred(nn.Module):
+    """Its forward replaces a buffer that decides its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+def _renormed(seed: int) -> Parts:
+    """Forward passes change buffers that decide what the next one gives: in place, and by replacing them."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(spectral_norm(nn.Linear(12, 16)), Centred(), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def loss(batch: Any) -> Weighted:
+        x, y, _ = batch
+        return F.mse_loss(model(x), y), 1
+
+    return Parts({"model": model, "optimizer": optimizer}, Numbers(), loss, stepping(optimizer))
+
+
+def _modes(seed: int) -> Parts:
+    """After its first step dropout is switched off and running statistics stay: who comes later is not told."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.99)
+
+    def loss(batch: Any) -> Weighted:
+        x, y, _ = batch
+        return F.mse_loss(model(x), y), 1
+
+    def commit() -> None:
+        stepping(optimizer)()
+        scheduler.step()
+        if scheduler.last_epoch == 1:
+            model[1].eval()
+            model[2].eval()
+
+    return Parts({"model": model, "optimizer": optimizer, "scheduler": scheduler}, Numbers(), loss, commit)
+
+
 TASKS = {
+    "renormed": Task(_renormed),
+    "modes": Task(_modes),
     "wide": Task(_wide),
     "flaky": Task(_flaky),
     "tied": Task(_tied),

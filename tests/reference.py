@@ -63,14 +63,14 @@ def train(task: Any, *, seed: int, steps: int, blocks: int) -> Iterator[str]:
     parts, size = task.build(seed), task.per_step // blocks
     modules = [thing for thing in parts.protected.values() if isinstance(thing, torch.nn.Module)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    buffers = [buffer for module in modules for buffer in module.buffers()]
     for step in range(steps):
-        committed = [buffer.clone() for buffer in buffers]
+        committed = values(modules)
         sums, total_weight = [], 0.0
         for block in range(blocks):
             terms = []
-            put_back(buffers, committed)
             for m in range(block * size, (block + 1) * size):
+                if block or not m:
+                    put_back(modules, committed)
                 epoch, ids = sample_ids(task, len(parts.dataset), seed, step, m)
                 if not ids:
                     continue
@@ -90,19 +90,24 @@ def train(task: Any, *, seed: int, steps: int, blocks: int) -> Iterator[str]:
                 terms.append([parameter.grad for parameter in parameters])
             sums.append([add_up(of_one) for of_one in zip(*terms, strict=True)] or [None] * len(parameters))
             if block == 0:
-                first_block = [buffer.clone() for buffer in buffers]
+                first_block = values(modules)
         for parameter, of_one in zip(parameters, zip(*sums, strict=True), strict=True):
             total = fold(of_one)
             parameter.grad = None if total is None else total / total_weight
-        put_back(buffers, first_block)
+        put_back(modules, first_block)
         seed_all(seed, "commit", step)
         parts.commit()
         yield state_digest(parts.protected)
 
 
+def values(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    return [buffer.detach().clone() for module in modules for buffer in module.buffers()]
+
+
 @torch.no_grad()
-def put_back(buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
+def put_back(modules: Sequence[torch.nn.Module], kept: Sequence[torch.Tensor]) -> None:
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    for buffer, value in zip(buffers, kept, strict=True):
         buffer.copy_(value)
 
 

@@ -24,7 +24,7 @@ def judged(task: str, steps: int = STEPS, blocks: int = 4) -> dict[int, str]:
     return dict(enumerate(train(whole, seed=0, steps=steps, blocks=blocks)))
 
 
-@pytest.mark.parametrize("task", ["tied", "several_losses", "compiled"])
+@pytest.mark.parametrize("task", ["tied", "several_losses", "compiled", "renormed"])
 def test_bits_with_three_workers_and_a_kill(task: str, tmp_path: Path) -> None:
     launched = run(
         tmp_path, SCRIPT, task, "--notes", tmp_path, "--blocks", 4, "--kill", "2:3", "--steps", STEPS,
@@ -33,6 +33,15 @@ def test_bits_with_three_workers_and_a_kill(task: str, tmp_path: Path) -> None:
     assert (tmp_path / "backward.struck").exists()
     assert launched.steps() == list(range(STEPS))
     expect(tmp_path, judged(task))
+
+
+def test_a_joiner_and_a_later_run_have_the_modes_of_the_others(tmp_path: Path) -> None:
+    words = [SCRIPT, "modes", "--notes", tmp_path, "--blocks", 4, "--pace-ms", 40]
+    first = run(tmp_path, *words, "--steps", 40, "--kill", "2:3", options=["--nproc-per-node", 3])
+    healed = [event["step"] for event in first.events("healed")]
+    assert healed, "the replacement came in time"
+    run(tmp_path, *words, "--steps", 44, options=["--nproc-per-node", 2])
+    expect(tmp_path, judged("modes", steps=44))
 
 
 def test_what_was_sent_too_early_is_not_committed(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class Agent:
         self._stopped_early: dict[WorkerId, int] = {}
         self._orphans_possible = False
         self._told: tuple[Progress, ...] = ()
-        self._asked = 0
+        self._asked: list[int] = []
         self._end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> Ended:
@@ -138,13 +138,14 @@ class Agent:
 
     def ask(self, signum: int) -> None:
         """Pass on that the person at this terminal wants the job to end; if that cannot be done, end here."""
-        self._asked += 1
-        if self._asked > (2 if self._link.connected else 1):
+        self._asked.append(signum)
+        if len(self._asked) > (2 if self._link.connected else 1):
             if not self._end.done():
                 self._end.set_result(Ended(128 + signum, "ended at once"))
             return
-        self._link.send(Asked(signum))
-        if not self._link.connected:
+        if self._link.connected:
+            self._link.send(Asked(signum))
+        else:  # the next hello tells it
             self._say(
                 f"signal {signum}: passed on once the coordinator answers; again to end this node at once"
             )
@@ -166,6 +167,7 @@ class Agent:
             seen=tuple(
                 WorkerSeen(one.worker, one.pid, one.joined, one.ready) for one in self._workers.values()
             ),
+            asked=self._asked[0] if self._asked else 0,
         )
 
     def _receive(self, message: CoordinatorToAgent) -> None:

@@ -175,9 +175,7 @@ class Deaths:
 
         What fails on a node that is new, or in a replacement, may be the fault of that alone.
         """
-        office = self._office
-        others = [w for w in office.membership.members if w != worker.id and w in office.staff.workers]
-        return worker.ready and (worker.proven or not any(office.staff.workers[w].proven for w in others))
+        return worker.ready and (worker.proven or not self._office.staff.at_work(besides=worker.id))
 
     def _strike_off(self, node: Node) -> list[Worker]:
         """The node's workers, of whom nothing more is expected."""
@@ -196,7 +194,9 @@ class Deaths:
         del self._office.staff.workers[worker.id]
         self._put_down(worker.id)
         self._lost(worker.id, now)
-        if not worker.stopped:
+        if worker.stopped:
+            self._accounted.add(worker.id)
+        else:
             self._missing[worker.id] = (worker, now)
 
     def exited_unseen(self, exited: msg.WorkerExited, now: float) -> None:

@@ -156,6 +156,8 @@ class Failures:
             self._last_at_start = death.signature
             if self._at_start >= LOOP_LIMIT:
                 what = " ".join(death.signature) if death.exception else death.signature[1]
+                if death.exit_code is None and death.signal is None:
+                    what = death.message
                 if death.exit_code == 0:
                     what += "; a script that joins the job must come to its loop over job.steps"
                 return Decision(

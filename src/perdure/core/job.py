@@ -134,6 +134,8 @@ class Job:
         node.lost_at = None
         for seen in hello.seen:
             self._seen(hello, seen, now)
+        if hello.asked and hello.node not in self._askers:
+            return self.asked(hello.asked, now, hello.node)
         return self._go_on(now)
 
     def agent_lost(self, name: str, now: float) -> list[Action]:
@@ -244,10 +246,13 @@ class Job:
             what = f"trains something else than the others: {known.difference(message.shape)}"
             self._refuse(worker, what, now)
             return
-        if self._blocks and self._blocks != message.shape.blocks:
-            now_asked = message.shape.blocks
-            text = f"the job was started with blocks={self._blocks}; the script now asks for {now_asked}"
-            self._office.end(4, f"{text}; bits depend on it: keep it, or start anew with --fresh")
+        asked = message.shape.blocks
+        if self._blocks and self._blocks != asked:
+            text = f"the job was started with blocks={self._blocks}; the script now asks for {asked}"
+            if self._office.in_training:
+                self._deaths.unfit(worker, f"asks for blocks={asked} in place of {self._blocks}", now)
+            else:
+                self._office.end(4, f"{text}; bits depend on it: keep it, or start anew with --fresh")
             return
         if not self._blocks:
             self._blocks = message.shape.blocks
@@ -262,8 +267,8 @@ class Job:
         self.membership.ready(address, message.position, message.shape)
 
     def _refuse(self, worker: Worker, what: str, now: float) -> None:
-        """A worker does not fit. Where others train it is not the job that is wrong."""
-        if not self._office.in_training:
+        """A worker does not fit. Where others train, or have done so, it is not the job that is wrong."""
+        if not (self._office.in_training or self.membership.begun):
             self._office.end(1, f"worker {worker.id} {what}")
         else:
             self._deaths.unfit(worker, what, now)
@@ -456,7 +461,7 @@ class Job:
             return
         if self._saving.restorable and self._restoring is None and self.membership.progress < 0:
             self._restoring = min(self._office.at_home(spare) or spare)
-            self._office.send(self._restoring, msg.Restore(self._saving.restorable))
+            self._office.send(self._restoring, msg.Restore(self._saving.restorable, self._saving.left_after))
         elif self._restoring is None:
             self._open_first(now)
 
@@ -482,7 +487,7 @@ class Job:
             self._office.kill(seen.worker)
             return
         self._rejoin.seen(seen.worker, now)
-        worker.ready = True
+        worker.ready = worker.proven = True  # as far as can be known: it was at its first step
         address = Address(seen.worker, hello.node, seen.ready.host, seen.ready.port)
         self.membership.ready(address, seen.ready.position, seen.ready.shape)
 
@@ -496,7 +501,9 @@ class Job:
             if self._restoring == worker.id:
                 self._restoring = None
             if worker.id not in there:
-                if worker.pid:
+                if worker.stopped:
+                    self._office.kill(worker.id)  # lost as well: it may be about to start
+                if worker.pid or worker.stopped:
                     self._deaths.vanished(worker, now)
                 else:
                     self._office.start(worker)  # the order may be lost; an agent that has it goes on

@@ -234,8 +234,12 @@ class Office:
 
     @property
     def in_training(self) -> bool:
-        """Whether the job has members that train: what fails beside them has not failed at the start."""
-        return self.phase in ("training", "saving") and bool(self.membership.members)
+        """Whether the job has workers that train: what fails beside them has not failed at the start.
+
+        After the coordinator's restart they train before they are members again.
+        """
+        members = self.phase in ("training", "saving") and bool(self.membership.members)
+        return members or self.staff.at_work()
 
     @property
     def heal_is_long(self) -> bool:

@@ -56,6 +56,10 @@ class Records:
             out.append(Write(ready))
         return out
 
+    def agree(self, step: int, digest: str) -> None:
+        """All members have this state after `step`, whose line is in the file."""
+        self.agreed[step] = digest
+
     def restart(self, step: int) -> None:
         """Everybody was lost, and training begins after `step`: what was beyond is of a life that is over."""
         self._waiting.clear()

@@ -34,6 +34,8 @@ class Saving:
         self._numbers = itertools.count(1)
         self._saves = 0
         self._last_step = -1
+        self.left_after = -1
+        """The step after which the script left its loop by itself, once all have done so."""
         self.restorable = office.settings.checkpoints
         """Paths of what the job can go on from, the newest first."""
 
@@ -125,8 +127,11 @@ class Saving:
         for record in [workers[w].last_record for w in members]:
             if record is not None:
                 self.record(record)  # P18: now all are known to have the last step
+        if 0 <= step <= office.records.last:
+            office.records.agree(step, workers[members[0]].last_digest)  # its line may be of an earlier life
+        self.left_after = step if any(workers[w].broke_off for w in members) else -1
         until = office.membership.shape.until if office.membership.shape else 0
-        early = step + 1 < until and not any(workers[w].broke_off for w in members)
+        early = step + 1 < until and self.left_after < 0
         # Without `stopping` it was an earlier life of the coordinator that was asked to stop.
         office.exit_code = 128 + (stopping or SIGTERM) if early else 0
         kept = self._checkpoints.last >= step

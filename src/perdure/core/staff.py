@@ -37,7 +37,7 @@ class Node:
         """A worker never got to work; of those that were started together, up to `newest`, one counts."""
         if worker >= self._counts_from:
             self.failed_starts += 1
-        self._counts_from = newest + 1
+            self._counts_from = newest + 1
         self.hire_from = now + min(PAUSE_S * 2 ** (self.failed_starts - 1), PAUSE_S_MAX)
 
     def start_succeeded(self) -> None:
@@ -104,6 +104,11 @@ class Staff:
     def on(self, node: str) -> list[Worker]:
         """The workers of a node."""
         return [worker for worker in self.workers.values() if worker.node == node]
+
+    def at_work(self, besides: WorkerId | None = None) -> bool:
+        """Whether there are workers that have done a step and go on, besides this one."""
+        workers = (worker for worker in self.workers.values() if worker.id != besides)
+        return any(worker.proven and not (worker.released or worker.stopped) for worker in workers)
 
     @property
     def present(self) -> int:

@@ -273,9 +273,13 @@ class Acknowledged(Message, frozen=True):
 
 
 class Restore(Message, frozen=True):
-    """Take the first of these checkpoints that is whole; the newest comes first."""
+    """Take the first of these checkpoints that is whole; the newest comes first.
+
+    The script has left its loop after step `left_after`, if that is not −1: with that state there is none.
+    """
 
     paths: tuple[str, ...]
+    left_after: int = -1
 
 
 class Checkpoint(Message, frozen=True):
@@ -335,7 +339,11 @@ class WorkerSeen(Message, frozen=True):
 
 
 class AgentHello(Message, frozen=True):
-    """First frame of an agent: its node, how many workers it is to hold, and those that it has."""
+    """First frame of an agent: its node, how many workers it is to hold, and those that it has.
+
+    `asked` is the signal by which the person at its terminal wants the job to end, or 0: a coordinator before
+    this one may have been told.
+    """
 
     node: str
     host: str
@@ -344,6 +352,7 @@ class AgentHello(Message, frozen=True):
     script: tuple[str, ...]
     version: str
     seen: tuple[WorkerSeen, ...] = ()
+    asked: int = 0
 
 
 class WorkerStarted(Message, frozen=True):

@@ -19,13 +19,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Final
 
+import msgspec
 import torch
 import xxhash
 
 from perdure.schema.errors import ProtectError, ProtocolError, RestoreError
-from perdure.state.keepers import keeper_for
+from perdure.state.keepers import ModuleKeeper, keeper_for
 from perdure.state.layout import (
     DESCRIPTION_BYTES_MAX,
     FORMAT,
@@ -45,6 +47,10 @@ from perdure.state.tree import named_dtype
 
 ALIGNMENT: Final = 64
 """Entries of a snapshot begin at multiples of this many bytes."""
+
+Homes = Mapping[tuple[int, str], torch.Tensor]
+
+NOWHERE: Final[Homes] = MappingProxyType({})
 
 _by_name = attrgetter("name")
 
@@ -98,7 +104,19 @@ class ProtectedState:
         """Bytes of all entries together at the last walk: for threads that must not walk themselves."""
         self.parameters: dict[int, torch.Tensor] = {}
         """The parameters of the modules and optimizers at the last walk, by id."""
+        self.note_modes()
         self._walk()
+
+    def note_modes(self) -> None:
+        """The modes that the modules are in now are those of the state, until the next time.
+
+        A loop may set them at any moment of a step, while the state before it is given to a joiner.
+        """
+        self._evaluating = self._modes()
+
+    def _modes(self) -> tuple[str, ...]:
+        modules = (keeper for keeper in self._keepers.values() if isinstance(keeper, ModuleKeeper))
+        return tuple(name for keeper in modules for name in keeper.evaluating())
 
     def digest(self) -> str:
         """32 hex digits that cover every protected tensor and scalar.
@@ -131,7 +149,7 @@ class ProtectedState:
 
     def description(self) -> Description:
         """The state without its bytes."""
-        return _description(*self._walk())
+        return self.capture()[0]
 
     @property
     def total_bytes(self) -> int:
@@ -151,10 +169,14 @@ class ProtectedState:
         """All entries in name order, each run of memory once (tied tensors share one)."""
         return [Entry(r.name, r.tensor, r.spec, r.volatile) for r in self._walk()[1]]
 
-    def capture(self) -> tuple[Description, list[Region]]:
-        """The description and the regions of one and the same walk, for whoever gives the bytes away."""
-        objects, entries = self._walk()
-        return _description(objects, entries), entries
+    def capture(self, homes: Homes = NOWHERE) -> tuple[Description, list[Region]]:
+        """The description and the regions of one and the same walk, for whoever gives the bytes away.
+
+        `homes`: the tensors of buffers that a forward pass under way may have replaced (`Scribe`).
+        """
+        objects, entries = self._walk(homes)
+        tensors = [region.spec for region in entries]
+        return Description(FORMAT, objects, tensors, self._evaluating), entries
 
     def snapshot(self, slab: torch.Tensor | None = None) -> Snapshot:
         """A private copy in host memory: in `slab`, if it is large enough, else in a new one.
@@ -162,7 +184,8 @@ class ProtectedState:
         Give it the slab of a snapshot that is no longer needed, or one from `touched_slab`: the first
         touch of new memory takes several times as long as the copy.
         """
-        description, entries = self.capture()
+        described, entries = self.capture()
+        description = msgspec.structs.replace(described, evaluating=self._modes())
         offsets, size = layout(description.tensors)
         if slab is None or slab.nbytes < size:
             slab = _new_slab(size)
@@ -206,6 +229,7 @@ class ProtectedState:
         restoration = self._planned(description, source, adopt)
         with torch.no_grad():
             _unless_malformed(restoration.apply)
+        self.note_modes()
         torch.clear_autocast_cache()  # it would go on serving casts of the old values (E7)
         self._check_restored(description, source)
 
@@ -223,7 +247,7 @@ class ProtectedState:
                 f"the saved state holds {', '.join(sorted(saved)) or 'nothing'}; this script protects "
                 f"{', '.join(self._keepers) or 'nothing'}"
             )
-        restoration = Restoration(description.specs(), source, adopt)
+        restoration = Restoration(description, source, adopt)
         for name, keeper in self._keepers.items():
             _unless_malformed(lambda keeper=keeper, name=name: keeper.plan(saved[name], restoration))  # type: ignore[misc]
         return restoration
@@ -240,8 +264,8 @@ class ProtectedState:
             if region.volatile and not torch.equal(region.bytes_now().cpu(), source[region.name]):
                 raise RestoreError(f"the state differs after it was restored: {region.name} has other values")
 
-    def _walk(self) -> tuple[dict[str, Tree], list[Region]]:
-        scribe = Scribe(self._regions)
+    def _walk(self, homes: Homes = NOWHERE) -> tuple[dict[str, Tree], list[Region]]:
+        scribe = Scribe(self._regions, homes)
         objects = {name: keeper.walk(scribe) for name, keeper in self._keepers.items()}
         self._regions = scribe.regions
         self.parameters = scribe.parameters
@@ -271,10 +295,6 @@ def _pieces(entries: list[Region]) -> Iterator[bytes | memoryview | torch.Tensor
     for region in entries:
         yield region.header
         yield region.view if region.view is not None else region.bytes_now()
-
-
-def _description(objects: dict[str, Tree], entries: list[Region]) -> Description:
-    return Description(format=FORMAT, objects=objects, tensors=[region.spec for region in entries])
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[list[int], int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -85,7 +86,10 @@ def _refuse_undefined_bits(name: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 class ModuleKeeper:
-    """A module: parameters, buffers (those that state_dict leaves out too), `requires_grad`, extra state."""
+    """A module: parameters, buffers (those that state_dict leaves out too), `requires_grad`, extra state.
+
+    Besides, which of its modules are in evaluation mode.
+    """
 
     KIND: Final = "module"
 
@@ -113,6 +117,10 @@ class ModuleKeeper:
             ]
             stack.extend(reversed(children))
 
+    def evaluating(self) -> Iterator[str]:
+        """The names of the modules that are in evaluation mode."""
+        return (prefix for prefix, module in self.modules() if not module.training)
+
     def walk(self, scribe: Scribe) -> dict[str, Tree]:
         parameters: dict[str, str] = {}
         buffers: dict[str, str | None] = {}
@@ -126,7 +134,7 @@ class ModuleKeeper:
                     if not parameter.requires_grad:
                         frozen.append(path)
             for key, buffer in module._buffers.items():
-                path = f"{prefix}.{key}"
+                path, buffer = f"{prefix}.{key}", scribe.homes.get((id(module), key), buffer)
                 buffers[path] = None if buffer is None else scribe.entry(path, buffer, volatile=True).name
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 path = f"{prefix}.extra_state"
@@ -155,6 +163,9 @@ class ModuleKeeper:
         same_names(self._name, "buffer", slots.keys(), tree["buffers"].keys())
         for path, (module, key) in slots.items():
             self._plan_buffer(path, module, key, tree["buffers"][path], restoration)
+        if (evaluating := restoration.evaluating) is not None:
+            for prefix, module in live.items():
+                restoration.later(partial(set_mode, module, prefix not in evaluating))
         same_names(self._name, "extra state", _with_extra(live), tree["extra"].keys())
         for prefix, sub in tree["extra"].items():
             restoration.later(
@@ -174,6 +185,12 @@ class ModuleKeeper:
             spec = restoration.spec(name)
             device = next((p.device for p in self._module.parameters()), CPU)
             restoration.later(lambda: module._buffers.__setitem__(key, restoration.make(spec, device)))
+
+
+def set_mode(module: nn.Module, training: bool) -> None:
+    """This module alone: `train()` goes down to its children, and may be the script's own."""
+    if module.training is not training:
+        module.training = training
 
 
 def _with_extra(modules: Mapping[str, nn.Module]) -> set[str]:

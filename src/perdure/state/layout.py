@@ -45,12 +45,15 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole state without its bytes: `objects` maps each protected name to its tree.
 
-    `tensors` is in name order.
+    `tensors` is in name order. `evaluating` names the modules that are in evaluation mode, all others train;
+    None in what older versions wrote. It is no part of the digest: a script may leave one worker's modules in
+    another mode until the next step begins.
     """
 
     format: int
     objects: dict[str, Tree]
     tensors: list[TensorSpec]
+    evaluating: tuple[str, ...] | None = None
 
     @property
     def total_bytes(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from perdure.schema.errors import RestoreError
-from perdure.state.layout import TensorSpec
+from perdure.state.layout import Description, TensorSpec
 from perdure.state.memory import flat_bytes, is_dense, typed
 
 
@@ -15,11 +15,14 @@ class Restoration:
     """What has to be written to make the live objects equal to a saved state: planned first, then applied.
 
     `source` gives the bytes of each entry as a flat uint8 CPU tensor. With `adopt`, tensors that have to be
-    created on the CPU take the source's memory over instead of copying it.
+    created on the CPU take the source's memory over instead of copying it. `evaluating` are the modules that
+    are to be in evaluation mode, as `Description` has them.
     """
 
-    def __init__(self, specs: dict[str, TensorSpec], source: Mapping[str, torch.Tensor], adopt: bool) -> None:
-        self._specs = specs
+    def __init__(self, description: Description, source: Mapping[str, torch.Tensor], adopt: bool) -> None:
+        self._specs = description.specs()
+        names = description.evaluating
+        self.evaluating = None if names is None else frozenset(names)
         self._source = source
         self._adopt = adopt
         self._made: dict[tuple[str, torch.device], torch.Tensor] = {}

@@ -5,6 +5,8 @@ Every tensor met gets an entry, every run of memory one entry only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from perdure.state.memory import Region
@@ -14,11 +16,13 @@ class Scribe:
     """One walk over the protected objects: gives every tensor an entry, and tied tensors the same one.
 
     `known` holds the regions of the walk before, by identity of tensor; those that are still valid are used
-    again.
+    again. `homes` are the tensors that stand for a module's buffers, by (id of the module, key), whatever a
+    forward pass that is under way has put there.
     """
 
-    def __init__(self, known: dict[int, Region]) -> None:
+    def __init__(self, known: dict[int, Region], homes: Mapping[tuple[int, str], torch.Tensor]) -> None:
         self._known = known
+        self.homes = homes
         self._names: set[str] = set()
         self._first: dict[int, Region] = {}
         self._also: dict[tuple[object, ...], Region] = {}

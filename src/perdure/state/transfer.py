@@ -119,14 +119,15 @@ class Donor:
         state: ProtectedState,
         session: Session,
         chunk_bytes: int = CHUNK_BYTES,
-        committed: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        buffers: Mapping[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = MappingProxyType({}),
     ) -> None:
         """
         Args:
-            committed: address of a volatile tensor → its committed value, for those whose live value may have
-                moved on since.
+            buffers: (id of a module, key) of a buffer → its tensor and the committed value, for those whose
+                live value, or tensor, may be another meanwhile.
         """
-        described, regions = state.capture()
+        described, regions = state.capture({slot: home for slot, (home, _) in buffers.items()})
+        committed = {home.data_ptr(): value for home, value in buffers.values()}
         self.session = session
         self._described = described
         self.description = encode_description(described)

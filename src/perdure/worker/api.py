@@ -172,7 +172,7 @@ class Job:
         """Deal the batches of one epoch out to the workers, without gradients; the means, in their order.
 
         Call it between a step's loop and the next turn of `job.steps`, on all workers alike. It leaves the
-        random generators and the modules' buffers as they were.
+        random generators, the modules' buffers and their modes as they were.
 
         Args:
             fn: maps a batch to a dict of numbers, or to (dict, weight); the same names for all batches.
@@ -200,7 +200,7 @@ class Job:
             with torch.no_grad(), runtime.training.buffers.spared():
                 return _values(fn(batch))
 
-        with generators_kept():
+        with generators_kept(), runtime.training.modes_kept():
             answer = take_part(runtime, step.index, index, len(items), compute)
         return _means(answer)
 
@@ -273,7 +273,8 @@ class Job:
         page = context.progress if context is not None else ProgressPage()
         runtime = Runtime(member, training, self._send, page)
         runtime.log_samples = self._welcome.log_samples
-        self._saver = Saver(runtime, self.seed, batches.described)
+        bits = {"exact": int(self.exact), "threads (OMP_NUM_THREADS)": torch.get_num_threads()}
+        self._saver = Saver(runtime, self.seed, batches.described | bits)
         warning = determinism.warning(parameter.device for parameter in training.leaves.parameters)
         if context is None:
             assert self._alone is not None
@@ -363,6 +364,8 @@ class Job:
             with runtime.lock:
                 runtime.member.committed = meta.step
                 runtime.member.digest = meta.digest
+                if 0 <= restore.left_after <= meta.step:
+                    runtime.perform(runtime.member.stop_here())
             assert self._saver is not None
             differs = self._saver.difference(meta)
             self._send(msg.Restored(meta.step, meta.digest, path, tuple(refused), differs))

@@ -61,6 +61,7 @@ class Step:
             raise UsageError(f"step {self.index} is iterated twice; one loop over a step is the whole step")
         self.entered = True
         hooks, unchanged = self._runtime.training.hooks, self._runtime.training.unchanged
+        self._runtime.training.bystanders.note()
         hooks.watched = unchanged.in_loop = True
         try:
             while (micro_batch := self._runtime.next_micro_batch()) is not None:
@@ -125,6 +126,8 @@ class Step:
         if not self._calls and not self._skipped:
             raise UsageError(f"{self._where} was neither given to step.backward nor to step.skip()")
         self._runtime.training.unchanged.check(self._where)
+        if self._runtime.last_in_queue():  # before others learn of a state that differs
+            self._runtime.training.bystanders.check(f"step {self.index}")
         if hooks.violated or (self._told_early and self._calls != 1):
             hooks.steady = False
             self._runtime.unfit()
@@ -167,10 +170,15 @@ class Step:
             raise UsageError(f"step.backward: the loss has shape {tuple(loss.shape)}; expected a scalar")
         try:
             sensible = math.isfinite(weight) and weight >= 0
-        except TypeError:
+        except (TypeError, ValueError):
             sensible = False
         if not sensible:
             raise UsageError(f"step.backward: weight={weight!r}; expected a finite number ≥ 0")
+        if loss.is_floating_point() and weight > torch.finfo(loss.dtype).max:
+            raise UsageError(
+                f"step.backward: weight={weight!r} is more than the loss's {loss.dtype} can hold; make all "
+                "weights smaller by the same factor"
+            )
         if scaler is not None and not self._runtime.training.protects_scaler(scaler):
             raise UsageError("step.backward: this scaler is not protected; give job.protect it too")
         if not (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import xxhash
@@ -13,11 +14,12 @@ from perdure.schema.errors import ProtectError
 from perdure.schema.plan import Entry
 from perdure.state.capture import ProtectedState, Snapshot
 from perdure.state.huge_pages import HugePages
+from perdure.state.keepers import set_mode
 from perdure.state.transfer import Donor, Session
-from perdure.worker.buffers import Buffers
+from perdure.worker.buffers import Buffers, Slot
 from perdure.worker.gradients import Buckets
 from perdure.worker.leaves import Hooks, Leaves
-from perdure.worker.unchanged import Unchanged
+from perdure.worker.unchanged import Bystanders, Unchanged
 
 
 class Training:
@@ -29,6 +31,8 @@ class Training:
     def __init__(self, objects: Mapping[str, object], digest_every: int = 1, exact: bool = True) -> None:
         _wake_scalers(objects)
         self.state = ProtectedState(objects)
+        things = [thing for thing in objects.values() if isinstance(thing, torch.nn.Module)]
+        self._modules = list(itertools.chain.from_iterable(thing.modules() for thing in things))
         every = _parameters(objects)
         names, parameters = _trainable(every)
         for name, parameter in zip(names, parameters, strict=True):
@@ -44,7 +48,8 @@ class Training:
         self.leaves = Leaves(parameters, names, exact)
         optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
         self.unchanged = Unchanged(every, optimizers)
-        self.buffers = Buffers(_buffers(objects))
+        self.bystanders = Bystanders(objects)
+        self.buffers = Buffers(_slots(objects))
         first_bucket = [homes[-1] if homes else 0 for homes in self.buckets.homes]
         self.hooks = Hooks(parameters, first_bucket, len(self.buckets))
         self.loss = float("nan")
@@ -75,9 +80,13 @@ class Training:
         ]
         return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
-    def begin(self, micro_batch: int, first: int, extends: bool) -> None:
-        """Make ready for a micro-batch of the run that starts at `first`."""
-        if not extends:
+    def begin(self, first: int, in_order: bool) -> None:
+        """Make ready for a micro-batch of the run that starts at `first`.
+
+        It begins with the committed buffers, unless it comes `in_order` after another one of block 0: where a
+        block is not computed by one worker alone, its bits would depend on who computes what.
+        """
+        if not in_order:
             self.buffers.put_back()
         self.leaves.bind(first)
 
@@ -112,7 +121,17 @@ class Training:
     def donor(self, step: int) -> Donor:
         """Give the state after `step` away; called beside the main thread while that computes step+1."""
         with self._walking:
-            return Donor(self.state, Session(step, ""), committed=self.buffers.committed())
+            return Donor(self.state, Session(step, ""), buffers=self.buffers.committed())
+
+    @contextlib.contextmanager
+    def modes_kept(self) -> Iterator[None]:
+        """`eval()` and `train()` meanwhile, which not all workers may come to call, are undone."""
+        modes = [(module, module.training) for module in self._modules]
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                set_mode(module, mode)
 
     def snapshot(self, slab: torch.Tensor | None = None) -> Snapshot:
         """A private copy of the state, for writing in the background."""
@@ -135,6 +154,7 @@ class Training:
     def committed(self) -> None:
         """The user's commit code is through: this is the state now."""
         self.buffers.note_committed()
+        self.state.note_modes()
         self._huge_pages.advance(self.state.host_memory())
 
     def restored(self) -> None:
@@ -185,17 +205,18 @@ def _refuse_sparse(objects: Mapping[str, object]) -> None:
                 raise ProtectError(f"{where} has sparse=True; perdure sums dense gradients: leave it out")
 
 
-def _buffers(objects: Mapping[str, object]) -> list[tuple[str, torch.Tensor, bool]]:
-    """(name, buffer, whether it is in the state_dict) of every module's buffers, each tensor once.
+def _slots(objects: Mapping[str, object]) -> list[Slot]:
+    """Every module's buffers, each tensor once.
 
-    A module without a parameter to train (an averaged copy) changes in the commit alone: it has none.
+    A module without a parameter to train (an averaged copy) changes in the commit alone: it has none
+    (`Bystanders`).
     """
-    found: dict[int, tuple[str, torch.Tensor, bool]] = {}
+    found: dict[int, Slot] = {}
     for name, thing in objects.items():
         if not isinstance(thing, torch.nn.Module) or not any(p.requires_grad for p in thing.parameters()):
             continue
         for prefix, module in thing.named_modules():
             for key, buffer in module.named_buffers(recurse=False):
-                persistent = key not in module._non_persistent_buffers_set
-                found.setdefault(id(buffer), (f"{name}.{prefix}.{key}", buffer, persistent))
+                path = ".".join(filter(None, (name, prefix, key)))
+                found.setdefault(id(buffer), Slot(path, module, key, buffer))
     return list(found.values())

@@ -12,9 +12,19 @@ from collections.abc import Mapping, Sequence
 from operator import and_, eq, is_
 
 import torch
+from torch import nn
 
 from perdure.schema.errors import UsageError
+from perdure.state.keepers import keeper_for
+from perdure.state.layout import canonical
+from perdure.state.scribe import Scribe
+from perdure.state.tree import encode
 
+AROUND = "that belongs before or after the loop over the step"
+FROM_DEFAULTS = (
+    "random numbers there come from the default generators of torch, numpy and random, which are seeded for "
+    "each micro-batch; one of your own is for what comes before or after the loop"
+)
 AFTER = "that belongs after the loop over the step, where .grad is the sum over all workers"
 
 
@@ -30,8 +40,10 @@ class Unchanged:
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self.in_loop = False
-        self._parameters = list(parameters.values())
-        self._names = list(parameters)
+        # Inference tensors have no count, and cannot be changed where training goes on.
+        watched = {name: tensor for name, tensor in parameters.items() if not tensor.is_inference()}
+        self._parameters = list(watched.values())
+        self._names = list(watched)
         self._handles = [optimizer.register_step_pre_hook(self._refuse) for optimizer in optimizers]
         self._values: list[int] = []
         self._gradients: list[torch.Tensor | None] = []
@@ -82,3 +94,78 @@ class Unchanged:
 
 def _counts(gradients: Sequence[torch.Tensor | None]) -> list[int]:
     return [-1 if gradient is None else gradient._version for gradient in gradients]
+
+
+class Bystanders:
+    """Protected things that only what comes before and after a step's loop may change.
+
+    Schedulers, learning rates, generators, counters, and buffers of modules of which no parameter is trained:
+    changed inside the loop they would count the micro-batches of one worker. Tensors in the state of other
+    objects are not compared: they may be those of a module.
+    """
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self._slots = {
+            ".".join(filter(None, (name, path, key))): (module, key)
+            for name, thing in objects.items()
+            if isinstance(thing, nn.Module) and not any(p.requires_grad for p in thing.parameters())
+            for path, module in thing.named_modules()
+            for key in module._buffers
+        }
+        others = [
+            (name, thing)
+            for name, thing in objects.items()
+            if not isinstance(thing, nn.Module | torch.amp.GradScaler)
+        ]
+        # Optimizers last: a scheduler that is told of is told of by its own name.
+        self._others = dict(sorted(others, key=lambda pair: isinstance(pair[1], torch.optim.Optimizer)))
+        self._keepers = {name: keeper_for(name, thing) for name, thing in self._others.items()}
+        self._buffers: dict[str, tuple[int, int]] = {}
+        self._values: dict[str, bytes] = {}
+
+    def note(self) -> None:
+        """The loop over a step begins."""
+        self._buffers = self._buffers_now()
+        self._values = {name: self._value(name) for name in self._others}
+
+    def check(self, where: str) -> None:
+        """The loop over a step has ended. Raises UsageError if one of them is not what it was."""
+        for name, now in self._buffers_now().items():
+            if now != self._buffers[name]:
+                raise UsageError(
+                    f"{where}: a forward inside `for … in step` changed the buffer {name}, of a module of "
+                    "which no parameter is trained: call its eval(), or protect it and the trained model as "
+                    "one nn.ModuleList"
+                )
+        for name, thing in self._others.items():
+            if self._value(name) != self._values[name]:
+                kind = type(thing).__name__
+                instead = FROM_DEFAULTS if kind in ("Generator", "Random") else AROUND
+                raise UsageError(
+                    f"{where}: {name} ({kind}) was changed inside `for … in step`, where each worker has "
+                    f"micro-batches of its own: {instead}"
+                )
+
+    def _buffers_now(self) -> dict[str, tuple[int, int]]:
+        found = {name: module._buffers[key] for name, (module, key) in self._slots.items()}
+        return {
+            name: (id(buffer), -1 if buffer is None or buffer.is_inference() else buffer._version)
+            for name, buffer in found.items()
+        }
+
+    def _value(self, name: str) -> bytes:
+        thing = self._others[name]
+        if isinstance(thing, torch.Generator):
+            return thing.get_state().numpy().tobytes()
+        if isinstance(thing, torch.optim.Optimizer):
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in thing.param_groups]
+            tree = encode(groups, name, lambda _, tensor: {"version": str(tensor._version)})
+            return canonical({name: tree})
+        return canonical(self._keepers[name].walk(_Forms({}, {})))
+
+
+class _Forms(Scribe):
+    """Takes no note of tensors but of their shapes."""
+
+    def refer_volatile(self, name: str, tensor: torch.Tensor) -> dict[str, str]:
+        return {"shape": str(tuple(tensor.shape))}
