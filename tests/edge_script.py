@@ -87,12 +87,11 @@ def train(args: argparse.Namespace) -> None:
     def judge(batch: Any) -> tuple[dict[str, float], int]:
         if args.kill_evaluation in batch[2]:
             kill(args.notes, "evaluation")
-        parts.protected["model"].eval()  # and not back: only workers that are dealt a batch come here
+        parts.protected["model"].eval()  # and not back; not every worker is dealt a batch
         loss, _ = parts.loss(batch)
         return {"error": float(loss), "drawn": float(torch.rand(()))}, len(batch[0])
 
-    if args.flip >= 0:
-        _flip_when_asked(args, next(parts.protected["model"].parameters()))
+    _flip_when_asked(args, next(parts.protected["model"].parameters()))
     counter = 0
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -144,6 +143,8 @@ def train(args: argparse.Namespace) -> None:
 
 def _flip_when_asked(args: argparse.Namespace, parameter: torch.Tensor) -> None:
     """Memory that goes wrong after the commit that is to be given away."""
+    if args.flip < 0:
+        return
     answer = heal.Desk._answer
 
     def flipped(desk: heal.Desk, ask: heal.Ask) -> Any:

@@ -199,7 +199,7 @@ def _renormed(seed: int) -> Parts:
 
 
 def _modes(seed: int) -> Parts:
-    """After its first step dropout is switched off and running statistics stay: who comes later is not told."""
+    """After the first step dropout is off and running statistics stay: who comes later is not told."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -113,11 +113,13 @@ class Rig:
 
     # ── what happens ────────────────────────────────────────────────────────────────────────────────
 
-    def hello(self, node: str = "a", workers: int = 2, seen: Sequence[WorkerId] = ()) -> None:
+    def hello(
+        self, node: str = "a", workers: int = 2, seen: Sequence[WorkerId] = (), key: str = "", asked: int = 0
+    ) -> None:
         # An agent repeats what a worker said when it was ready, however far that has come since.
         first = {w: msg.Ready("h", 1, SHAPE, Position(worker=w)) for w in seen if w in self.hands}
         there = tuple(msg.WorkerSeen(w, 1000 + w, True, ready) for w, ready in first.items())
-        hello = msg.AgentHello(node, f"host-{node}", workers, 0, ("train.py",), "0", there)
+        hello = msg.AgentHello(node, f"host-{node}", workers, 0, ("train.py",), "0", there, key, asked)
         self.take(self.job.agent_joined(hello, self.now))
 
     def ready(self, hand: Hand, shape: Shape = SHAPE) -> msg.Ready:
@@ -244,6 +246,15 @@ class Rig:
         while self.publish:
             written = self.publish.pop(0).written
             self.take(self.job.published(written, f"/c/{written.step}", "", self.now))
+
+
+def restarted(old: Rig, **settings: object) -> Rig:
+    """A new coordinator, and the workers that the old one had."""
+    new = Rig(**({"incarnation": 2, "last_step": 3, "first_worker": 3, "blocks": 2} | settings))
+    new.hands = old.hands
+    for hand in new.hands.values():
+        hand.told.clear()
+    return new
 
 
 def _seal(rig: Rig, hand: Hand, message: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -375,6 +376,95 @@ def test_habits_of_a_plain_loop_are_refused_inside_the_step(
         training.loop(lambda step, loss: habit(training, step, loss))
     assert "inside `for … in step`" in str(refused.value)
     assert "belongs after the loop over the step" in str(refused.value)
+
+
+class Counter:
+    """An object of the script's own."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+def _scheduler(things: dict[str, Any]) -> None:
+    things["scheduler"].step()
+
+
+def _rate(things: dict[str, Any]) -> None:
+    things["optimizer"].param_groups[0]["lr"] *= 0.5
+
+
+def _rate_in_place(things: dict[str, Any]) -> None:
+    things["optimizer"].param_groups[0]["lr"].mul_(0.5)
+
+
+def _generator(things: dict[str, Any]) -> None:
+    torch.rand(3, generator=things["generator"])
+
+
+def _random(things: dict[str, Any]) -> None:
+    things["random"].random()
+
+
+def _count(things: dict[str, Any]) -> None:
+    things["counter"].tokens += 12
+
+
+def _teacher_forward(things: dict[str, Any]) -> None:
+    with torch.no_grad():
+        things["teacher"](torch.randn(4, 12))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_scheduler, r"scheduler \(StepLR\) was changed inside .*before or after the loop over the step"),
+        (_rate, r"optimizer \(SGD\) was changed inside"),
+        (_rate_in_place, r"optimizer \(SGD\) was changed inside"),
+        (_generator, r"generator \(Generator\) was changed inside .*come from the default generators"),
+        (_random, r"random \(Random\) was changed inside .*come from the default generators"),
+        (_count, r"counter \(Counter\) was changed inside"),
+        (
+            _teacher_forward,
+            r"changed the buffer teacher\.1\.\w+, of .*call its eval\(\), or protect",
+        ),
+    ],
+)
+def test_what_counts_micro_batches_of_one_worker_is_refused(
+    job: perdure.Job, change: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    training = Training(job)
+    rate = torch.tensor(0.1) if change is _rate_in_place else 0.1
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=rate)
+    things = {
+        "optimizer": training.optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(training.optimizer, 1),
+        "generator": torch.Generator(),
+        "random": random.Random(1),
+        "counter": Counter(),
+        "teacher": nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4)).requires_grad_(False),
+    }
+    job.protect(**{name: thing for name, thing in things.items() if name != "optimizer"})
+
+    def body(step: Any, loss: torch.Tensor) -> None:
+        step.backward(loss)
+        change(things)
+
+    with pytest.raises(UsageError, match="step 0: .*" + text):
+        training.loop(body)
+
+
+def test_what_was_made_under_inference_mode_may_be_frozen(job: perdure.Job) -> None:
+    with torch.inference_mode():
+        features = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
+    job.protect(features=features)
+    Training(job).loop(lambda step, loss: step.backward(loss))
 
 
 class Breaks(torch.autograd.Function):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from job_rig import SHAPE, Rig, training
+from job_rig import SHAPE, Rig, restarted, training
+from perdure.core.staff import Node
 from perdure.schema import messages as msg
 from perdure.schema.plan import Position
 
@@ -108,6 +109,44 @@ def test_a_node_whose_workers_get_no_further_than_that_is_turned_away(how: str) 
     assert rig.ended is None
     rig.commit()
     assert rig.members == (0, 1)
+
+
+@pytest.mark.parametrize("how", ["error", "usage", "another script", "first batch"])
+def test_what_fails_while_a_new_coordinator_collects_those_of_before_does_not_end_them(how: str) -> None:
+    """Its node's script may have been changed, or have other arguments now."""
+    new = restarted(training(workers=2, steps=4), min_nodes=2, first_worker=2, home_node="b")
+    new.hello("a", workers=2, seen=[0, 1])
+    new.hello("b", workers=1)
+    for life in range(4):
+        (start,) = new.starts
+        if how == "another script":
+            new.started(msgspec.structs.replace(SHAPE, per_step=4))
+        elif how == "first batch":
+            new.started()
+        else:
+            new.starts.clear()
+            new.take(new.job.worker_started(start.worker, 1, new.now))
+            new.say(start.worker, msg.Joined())
+        new.serve()
+        if any(hand.prepared for hand in new.hands.values()):
+            new.switch()
+        if how != "another script":
+            kind = "perdure.UsageError" if how == "usage" else "OSError"
+            new.crash(start.worker, kind, user=how == "usage")
+        new.exit(start.worker, code=1)
+        new.wait(20.0)
+        new.serve()
+        assert new.ended is None, life
+    assert (new.members, new.kills.count(0), new.kills.count(1)) == ((0, 1), 0, 0)
+    new.commit()
+
+
+def test_workers_that_fail_in_turn_are_each_started_after_one_that_failed() -> None:
+    """While one is being started the other fails, and so on: each replaces one, none was started together."""
+    node = Node("b", "h", 2, 0, 1)
+    for failed, newest in [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]:
+        node.start_failed(failed, newest, 0.0)
+    assert node.failed_starts == 3
 
 
 def test_nodes_that_were_turned_away_do_not_hold_back_the_others_replacements() -> None:

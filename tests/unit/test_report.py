@@ -55,6 +55,9 @@ class Log:
         self.event("healed", wall_s + 0.25, worker=worker, bytes=4096, seconds=0.25, source=source)
         self.event("joined", wall_s + 0.3, worker=worker)
 
+    def end(self, wall_s: float) -> None:
+        self.event("run_ended", wall_s, exit_code=0, message="")
+
     def report(self) -> Report:
         return build_report(self.run_dir)
 
@@ -339,3 +342,18 @@ def test_durations_and_ticks() -> None:
     assert [duration(s) for s in seconds] == shown
     wanted = (0.03, 0.2, 0.7, 3, 12, 25, 45, 1000, 20_000, 100_000)
     assert [nice_step(s) for s in wanted] == [0.05, 0.2, 1, 5, 20, 60, 60, 1800, 21_600, 172_800]
+
+
+def test_launchers_that_were_lost_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(tmp_path)
+    log.start(100.0, range(2))
+    log.commit(0, 103.0)
+    log.start(120.0, range(2, 4))
+    log.commit(1, 123.0)
+    log.end(124.0)
+    log.start(130.0, range(4, 6))
+    log.end(131.0)
+    assert log.report().launchers_lost == 1
+    assert main(["report", str(tmp_path)]) == 0
+    assert "launchers lost   1; what that cost is in no fault" in capsys.readouterr().out
+    assert "launchers lost" in render_page(log.report(), "a run")

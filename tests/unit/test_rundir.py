@@ -109,3 +109,25 @@ def test_a_journal_says_what_it_lacks() -> None:
     assert journal.lacks == len('{"a":1}\n')
     journal.close()
     journal.close()
+
+
+def test_a_run_that_did_not_end_in_order_is_known_by_the_next(tmp_path: Path) -> None:
+    for ends in (False, True):
+        files = RunDir(tmp_path, "run", print)
+        files.event("run_started", {})
+        if ends:
+            files.event("run_ended", {"exit_code": 0, "message": ""})
+        files.close()
+        again = RunDir(tmp_path, "run", print)
+        assert again.cut_off is not ends
+        again.close()
+
+
+def test_a_job_keeps_its_key_and_another_has_another(tmp_path: Path) -> None:
+    first = RunDir(tmp_path / "a", "run", print)
+    key = first.begin(()).key
+    first.close()
+    again, other = RunDir(tmp_path / "a", "run", print), RunDir(tmp_path / "b", "run", print)
+    assert again.begin(()).key == key != other.begin(()).key
+    again.close()
+    other.close()

@@ -226,6 +226,22 @@ def test_unfreezing_and_late_buffers_travel() -> None:
     assert target["model"].late is None
 
 
+def test_modes_travel_and_decide_no_digest() -> None:
+    source, target = ({"model": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))} for _ in range(2))
+    state, other = ProtectedState(source), ProtectedState(target)
+    digest = state.digest()
+    source["model"][1].eval()
+    copy = state.snapshot()
+    assert copy.digest() == digest
+    target["model"][0].eval()
+    other.restore(copy.description, copy.tensors)
+    assert [module.training for module in target["model"].modules()] == [True, True, False]
+    older = msgspec.structs.replace(copy.description, evaluating=None)
+    target["model"].eval()
+    other.restore(older, copy.tensors)
+    assert not any(module.training for module in target["model"].modules()), "it says nothing of modes"
+
+
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "OneCycle": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=30),
     "Cosine": lambda o: schedules.CosineAnnealingLR(o, 30),

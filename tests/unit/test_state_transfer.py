@@ -150,6 +150,24 @@ def test_what_a_forward_pass_changes_is_given_as_it_was() -> None:
     assert receiver.finish() == donor.session.digest != state.digest()
 
 
+def test_what_a_forward_pass_replaces_is_given_as_it_was_and_modes_too() -> None:
+    source, target = script(0, 2), script(9, 0)
+    norm = source["model"][1]
+    state = ProtectedState(source)
+    home, committed = norm.running_mean, norm.running_mean.clone()
+    norm.running_mean = torch.full_like(home, 7.0)
+    norm.eval()  # the loop has come so far in the next step
+    slot = (id(norm), "running_mean")
+    donor = Donor(state, Session(2, ""), CHUNK, {slot: (home, committed)})
+    receiver = Receiver(ProtectedState(target), chunk_bytes=CHUNK)
+    receiver.begin(donor.session, donor.description)
+    for chunk in receiver.missing():
+        carry(donor, receiver, chunk)
+    receiver.finish(donor.digest())
+    assert torch.equal(target["model"][1].running_mean, committed)
+    assert target["model"][1].training
+
+
 def test_chunks_of_another_session_are_thrown_away() -> None:
     [old], [new] = donors(1, step=2), donors(1, step=3)
     receiver = Receiver(ProtectedState(script(9, 0)), chunk_bytes=CHUNK)

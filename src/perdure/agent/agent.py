@@ -111,6 +111,7 @@ class Agent:
         self._orphans_possible = False
         self._told: tuple[Progress, ...] = ()
         self._asked: list[int] = []
+        self._key = ""
         self._end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> Ended:
@@ -167,6 +168,7 @@ class Agent:
             seen=tuple(
                 WorkerSeen(one.worker, one.pid, one.joined, one.ready) for one in self._workers.values()
             ),
+            key=self._key,
             asked=self._asked[0] if self._asked else 0,
         )
 
@@ -187,8 +189,9 @@ class Agent:
                     self._end.set_result(Ended(exit_code, text))
             case Notice(text):
                 self._say(text)
-            case AgentWelcome():
+            case AgentWelcome(key=key):
                 self._told = ()  # a new connection: it knows nothing
+                self._key = key
 
     def _order(self, order: StartWorker) -> None:
         """Start a worker in the background: the first has to wait for the zygote's imports."""

@@ -149,7 +149,7 @@ class Launch:
                 _forget(self.run_dir, store)
             store.sweep()
             files = RunDir(self.run_dir, self.run_dir.name, self.terminal.say)
-            resumed = files.job.incarnation > 0
+            resumed, cut_off = files.job.incarnation > 0, files.cut_off
             script = self._script()
             kept = files.begin(script)
             here, at = bound.getsockname()[:2]
@@ -159,6 +159,7 @@ class Launch:
         checkpoints = tuple(str(path) for path in store.newest_first())
         settings = Settings(
             job=self.run_dir.name,
+            key=kept.key,
             incarnation=kept.incarnation,
             home_node=node,
             min_nodes=self.min_nodes,
@@ -171,6 +172,7 @@ class Launch:
             first_worker=kept.next_worker,
             given_up=kept.given_up,
             last_step=files.last_step,
+            cut_off=cut_off,
             digests=files.digests,
             checkpoints=checkpoints,
             checkpoint_dir=str(store.directory),

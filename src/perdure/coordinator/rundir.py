@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from perdure.schema.plan import Record
 
 JOB, METRICS, SAMPLES, EVENTS, LOCK = "job.json", "metrics.jsonl", "samples.jsonl", "events.jsonl", ".lock"
 COMMITTED_EVERY_S = 1.0
+LINE_BYTES_MAX = 1 << 16
 LOCK_S = 2.0
 """A launcher that was killed a moment ago may hold its lock for so long."""
 
@@ -35,6 +37,7 @@ class JobFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What stays with the job over all its runs (P9: the incarnation is on disk before it is used)."""
 
     incarnation: int = 0
+    key: str = ""
     blocks: int = 0
     next_worker: int = 0
     given_up: tuple[int, ...] = ()
@@ -121,6 +124,8 @@ class RunDir:
         for file in (SAMPLES, EVENTS):
             _cut_torn_tail(path / file)
         _cut_after(path / SAMPLES, self.last_step)
+        self.cut_off = _is_cut_off(path / EVENTS)
+        """Whether the run before was not ended in order: its launcher was killed, or the machine lost."""
         self._metrics, self._events, self._samples = (Journal(path / f) for f in (METRICS, EVENTS, SAMPLES))
         self._metrics.write()
         self._events.write()
@@ -133,7 +138,8 @@ class RunDir:
 
     def begin(self, script: tuple[str, ...]) -> JobFile:
         """Take the next incarnation and keep it before it is used. Raises OSError."""
-        self.job = msgspec.structs.replace(self.job, incarnation=self.job.incarnation + 1, script=script)
+        key, number = self.job.key or secrets.token_hex(8), self.job.incarnation + 1
+        self.job = msgspec.structs.replace(self.job, incarnation=number, key=key, script=script)
         self._keep()
         return self.job
 
@@ -282,6 +288,17 @@ def _cut_after(path: Path, last_step: int) -> None:
                 file.truncate(kept)
                 return
             kept += len(line)
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether the last event is another than the end of a run."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-min(LINE_BYTES_MAX, path.stat().st_size), os.SEEK_END)
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    return bool(lines) and b'"event":"run_ended"' not in lines[-1]
 
 
 def _cut_torn_tail(path: Path) -> None:

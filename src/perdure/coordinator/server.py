@@ -180,7 +180,8 @@ class Server:
         known = self.job.staff.nodes
         rank = known[hello.node].rank if hello.node in known else self.job.staff.free_rank
         settings = self.job.settings
-        writer.write(encode(msg.AgentWelcome(settings.job, settings.incarnation, rank, settings.min_nodes)))
+        words = (settings.job, settings.incarnation, rank, settings.min_nodes, settings.key)
+        writer.write(encode(msg.AgentWelcome(*words)))
         return hello.node
 
     def _take(self, node: str, message: msg.AgentMessage) -> None:

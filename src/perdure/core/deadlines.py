@@ -15,7 +15,8 @@ REPORT_S = 30.0
 """A sealed worker answers within this time: it may be in a micro-batch or a commit."""
 
 HEAL_S = 60.0
-"""A joiner has its state within this time (P15)."""
+HEAL_BYTES_PER_S_MIN = 20e6
+"""A joiner has its state within this time, and as much more as it takes at so slow a pace (P15)."""
 
 TROUBLE_S = 1.0
 """A connection that failed is usually a death that is told in a moment; after this it is not."""
@@ -63,10 +64,15 @@ class Deadlines:
             for member in opening.members:
                 if member.worker not in opening.positions:
                     self._hung(member.worker, f"no answer to a seal within {REPORT_S:.0f} s", now)
-        elif opening is None and membership.current is not None and waited > HEAL_S:
+        elif opening is None and membership.current is not None and waited > self._heal_s:
             for worker in membership.current.ranks:
                 if worker in membership.peers and not membership.peers[worker].healed:
-                    self._hung(worker, f"no complete state within {HEAL_S:.0f} s", now)
+                    self._hung(worker, f"no complete state within {self._heal_s:.0f} s", now)
+
+    @property
+    def _heal_s(self) -> float:
+        shape = self._office.membership.shape
+        return HEAL_S + (shape.state_bytes / HEAL_BYTES_PER_S_MIN if shape is not None else 0.0)
 
     def _connections(self, now: float) -> None:
         """P11: a connection that failed without a death is a new generation of the same members."""

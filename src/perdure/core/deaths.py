@@ -111,7 +111,8 @@ class Deaths:
         """A node is out of reach: its workers are lost; it may come back as a new one."""
         office = self._office
         office.say(f"node {node.name} is lost")
-        for worker in self._strike_off(node):
+        lost = self._strike_off(node)
+        for worker in lost:
             self._put_down(worker.id)
             death = Death("node", None, None, message=f"node {node.name} is out of reach")
             decision = self._decide(worker, death, "lease", now - (node.lost_at or now), worker.ready)
@@ -122,6 +123,7 @@ class Deaths:
         if not office.staff.nodes:
             office.end(1, "every node is lost")
         self._saving.save_again()
+        self._saving.tails_lost(lost)
 
     def unfit(self, worker: Worker, what: str, now: float) -> None:
         """A worker that is not like those in training: its script or arguments are not what they were.
@@ -329,7 +331,7 @@ class Deaths:
             return
         self._lost(worker.id, now, doing)
         self._saving.save_again()
-        if not begun and not (worker.ready and death.kind == "signal"):
+        if not begun:
             self._start_failed(worker, death, now)
 
     def _lost(self, worker: WorkerId, now: float, doing: Doing | None = None) -> None:

@@ -118,6 +118,11 @@ class Job:
         """A node's agent said hello, for the first time or again."""
         node = self.staff.nodes.get(hello.node)
         most = self.settings.max_nodes
+        if hello.key not in ("", self.settings.key):
+            text = f"this node's workers are of another job than {self.settings.job}, or of before --fresh"
+            text += ": start it again to join; to go on from their state start the coordinator in its RUN_DIR"
+            self._office.want(TurnAway(hello.node, text, 1))
+            return self._go_on(now)
         if node is None and most is not None and self.staff.present >= most:
             text = "the job has all the nodes that --nnodes allows; start this one again when one is gone"
             self._office.want(TurnAway(hello.node, text))
@@ -125,6 +130,8 @@ class Job:
         if node is None:
             node = Node(hello.node, hello.host, hello.workers, hello.standby, self.staff.free_rank)
             self.staff.nodes[hello.node] = node
+            if not hello.seen:
+                self._rejoin.expect(now)
             if (missing := self.settings.min_nodes - len(self.staff.nodes)) > 0:
                 self._office.say(f"waiting for {missing} more node{'s' if missing > 1 else ''} (--nnodes)")
         else:

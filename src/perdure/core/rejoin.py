@@ -26,6 +26,11 @@ class Rejoin:
         """Whether somebody is waited for."""
         return self._until is not None
 
+    @property
+    def _elastic(self) -> bool:
+        settings = self._office.settings
+        return settings.max_nodes is None or settings.max_nodes > settings.min_nodes
+
     def seen(self, worker: WorkerId, now: float) -> None:
         """A worker of before is there: of another coordinator, or of a node that was given up for lost."""
         self._kept.add(worker)
@@ -39,17 +44,27 @@ class Rejoin:
             self._until = self._until or now + REJOIN_S
         return self.waits
 
+    def expect(self, now: float) -> None:
+        """The first node is here. Of a job that may begin with fewer nodes than it had, others may come yet.
+
+        Not after a run that was ended in order: it left nobody.
+        """
+        if self._office.settings.cut_off and self._elastic and not self.waits and self.may_come(now):
+            self._office.say(f"waiting {REJOIN_S:g} s at most for workers of before the launcher was lost")
+
     def is_vain(self, now: float) -> bool:
         """When all are there or the time is over, go on with those of before; true if there are none."""
         office, membership = self._office, self._office.membership
         there = membership.peers
         nodes = len(office.staff.nodes) >= office.settings.min_nodes
         assert self._until is not None
-        complete = bool(there) and len(there) >= office.staff.target and nodes
-        if not complete and not (now > self._until and (there or office.stopping)):
+        kept = not self._kept.isdisjoint(there)
+        gone = bool(self._kept) and not kept and nodes and not self._elastic
+        complete = kept and len(there) >= office.staff.target and nodes
+        if not (complete or gone or (now > self._until and (there or office.stopping))):
             return False
         self._until = None
-        if self._kept.isdisjoint(there):
+        if not kept:
             return True
         membership.progress = office.records.last  # until they have reported
         office.carry(membership.start(sorted(there)), now)

@@ -34,6 +34,7 @@ class Saving:
         self._numbers = itertools.count(1)
         self._saves = 0
         self._last_step = -1
+        self._leader: WorkerId | None = None
         self.left_after = -1
         """The step after which the script left its loop by itself, once all have done so."""
         self.restorable = office.settings.checkpoints
@@ -123,7 +124,7 @@ class Saving:
         office.phase = "saving"
         step = workers[members[0]].finished
         assert step is not None
-        self._last_step = step
+        self._last_step, self._leader = step, members[0]
         for record in [workers[w].last_record for w in members]:
             if record is not None:
                 self.record(record)  # P18: now all are known to have the last step
@@ -170,10 +171,19 @@ class Saving:
             return "ended before the script started again"
         return f"ended before training {'began' if office.records.last < 0 else 'went on'}"
 
+    def tails_lost(self, workers: Sequence[Worker]) -> None:
+        """The node of these workers is gone: what only the leader does is done on another one."""
+        if self._office.phase == "released":
+            for worker in workers:
+                if worker.id == self._leader:
+                    self.tail_crashed(worker)
+
     def tail_crashed(self, worker: Worker) -> None:
         """The script failed after its loop: run it again, from the last checkpoint."""
         office = self._office
         office.membership.forget(worker.id)
+        home = office.settings.home_node
+        place = (worker.node, worker.slot) if worker.node in office.staff.nodes else (home, 0)
         if not self.restorable:
             why = "failed after the last step, and without checkpoints it cannot run again"
             office.end(1, f"worker {worker.id} {why}")
@@ -181,7 +191,7 @@ class Saving:
         for other in office.staff.workers.values():
             if other.released:
                 office.membership.forget(other.id)
-        office.hire(Vacancy(worker.node, worker.slot))
+        office.hire(Vacancy(*place))
         office.phase = "gathering"
 
     def _save(self, step: int, writer: WorkerId) -> None:

@@ -11,12 +11,14 @@ from perdure.schema.ids import WorkerId
 class Settings:
     """The launcher's options, and what the run directory knows of earlier runs.
 
-    `blocks`, `first_worker`, `given_up`, `last_step`, `digests` and `checkpoints` come from the run
-    directory; `home_node` is the node whose disk the checkpoints are on. A job of at most `max_nodes` nodes
-    turns others away.
+    `key` tells the job from others, whatever they are called. `blocks`, `first_worker`, `given_up`,
+    `last_step`, `digests` and `checkpoints` come from the run directory, and so does `cut_off`: the run
+    before was not ended in order. `home_node` is the node whose disk the checkpoints are on. A job of at
+    most `max_nodes` nodes turns others away.
     """
 
     job: str
+    key: str = ""
     incarnation: int
     home_node: str
     min_nodes: int = 1
@@ -29,6 +31,7 @@ class Settings:
     first_worker: WorkerId = 0
     given_up: tuple[WorkerId, ...] = ()
     last_step: int = -1
+    cut_off: bool = False
     digests: dict[int, str] = field(default_factory=dict)
     checkpoints: tuple[str, ...] = ()
     checkpoint_dir: str = ""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 
 from perdure.report.lives import fold_lives
@@ -74,9 +75,16 @@ def fold(records: Records) -> Report:
         end=max(moments, default=None),
         exit_code=exit_code,
         checkpoints=sum(e.name == "checkpoint_written" for e in events),
+        launchers_lost=_launchers_lost(events),
         steps_again=sum(e.name == "step_again" for e in events),
         unread=records.unread,
     )
+
+
+def _launchers_lost(events: Sequence[Event]) -> int:
+    """How many runs another one followed although they had not ended."""
+    names = [event.name for event in events if event.name in ("run_started", "run_ended")]
+    return sum(pair == ("run_started", "run_started") for pair in pairwise(names))
 
 
 def _origins(events: Sequence[Event]) -> list[tuple[float, float]]:

@@ -81,7 +81,8 @@ class StepTime:
 @dataclass(frozen=True, slots=True)
 class Report:
     """A whole run. `fault_times` has the moment of each fault; `notes` what else a reader should know,
-    `steps_again` how many steps had been committed before a total loss and came again.
+    `launchers_lost` how many launchers ended without a word and were started again (what that cost is in no
+    fault), `steps_again` how many steps had been committed before a total loss and came again.
     """
 
     committed_steps: int
@@ -98,6 +99,7 @@ class Report:
     end: float | None = None
     exit_code: int | None = None
     checkpoints: int = 0
+    launchers_lost: int = 0
     steps_again: int = 0
     unread: int = 0
 

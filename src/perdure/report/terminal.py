@@ -45,6 +45,8 @@ def _summary(report: Report) -> Table:
     table.add_row("faults", f"{len(report.faults)}, {again}")
     if report.steps_again:
         table.add_row("total losses", f"{report.steps_again} committed steps came again")
+    if report.launchers_lost:
+        table.add_row("launchers lost", f"{report.launchers_lost}; what that cost is in no fault")
     table.add_row("checkpoints", str(report.checkpoints))
     return table
 

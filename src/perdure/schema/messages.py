@@ -341,8 +341,9 @@ class WorkerSeen(Message, frozen=True):
 class AgentHello(Message, frozen=True):
     """First frame of an agent: its node, how many workers it is to hold, and those that it has.
 
-    `asked` is the signal by which the person at its terminal wants the job to end, or 0: a coordinator before
-    this one may have been told.
+    `key` is what the coordinator before named the job by, '' if there was none. `asked` is the signal by
+    which the person at its terminal wants the job to end, or 0: a coordinator before this one may have been
+    told.
     """
 
     node: str
@@ -352,6 +353,7 @@ class AgentHello(Message, frozen=True):
     script: tuple[str, ...]
     version: str
     seen: tuple[WorkerSeen, ...] = ()
+    key: str = ""
     asked: int = 0
 
 
@@ -412,12 +414,13 @@ AgentMessage = AgentHello | WorkerStarted | WorkerEnding | WorkerExited | FromWo
 
 
 class AgentWelcome(Message, frozen=True):
-    """The coordinator takes the agent in."""
+    """The coordinator takes the agent in. `key` tells the job from others of its name."""
 
     job: str
     incarnation: int
     rank: int
     nodes: int
+    key: str = ""
 
 
 class StartWorker(Message, frozen=True):
