@@ -210,11 +210,17 @@ def test_leaving_with_exit_code_0_before_the_end_is_a_fault_and_is_mended(launch
     assert run.steps() == list(range(6))
     report = json.loads((run.run_dir / "report.json").read_text())
     (fault,) = report["faults"]
-    assert (fault["kind"], fault["action"]) == ("exit", "replace")
-    assert "before the loop ended" in fault["message"]
+    assert (fault["kind"], fault["action"]) == ("exception", "replace")
+    assert "SystemExit: 0" in fault["message"]
     assert re.search(
         r"^\[worker \d+\] half a line and the rest, from misbehaving.py$", run.printed, re.MULTILINE
     )
+
+
+def test_leaving_with_exit_code_0_again_and_again_is_an_error_at_its_line(launcher: Launcher) -> None:
+    run = launcher(MISBEHAVING, "always exit 0")
+    assert run.wait() == 1, run.story()
+    assert re.search(r"SystemExit at \S+misbehaving\.py:\d+ again without progress", run.printed)
 
 
 def test_what_a_script_forks_can_be_ended_and_is_no_worker(launcher: Launcher) -> None:

@@ -577,4 +577,4 @@ def test_a_break_that_not_all_workers_take_ends_the_run_and_says_so() -> None:
     other("compute")
     assert rig.ended is not None
     assert rig.ended.exit_code == 4
-    assert "worker 0 left job.steps by `break` after step 1, 1 did not" in rig.ended.message
+    assert "worker 0 left job.steps by `break` after step 1, worker 1 did not" in rig.ended.message

@@ -328,3 +328,23 @@ def test_a_replacement_that_trains_something_else_does_not_end_the_training_of_t
     rig.serve()
     rig.switch()
     assert len(rig.members) == 2
+
+
+def test_a_worker_that_breaks_off_in_its_first_step_is_not_a_witness_for_the_others() -> None:
+    """Its script may have been changed since they began."""
+    rig = training(workers=2)
+    rig.kill(1)
+    rig.serve()
+    rig.started()
+    rig.serve()
+    rig.switch()
+    rig.commit(1)
+    rig.say(2, msg.Finished(1, "d1", None, by_itself=True))
+    rig.job.status(msg.Status((msg.Progress(0, 1000, "compute", 2, 3, 0),)))
+    rig.wait(0.1)
+    assert rig.ended is None
+    assert rig.kills[-1] == 2
+    assert "left job.steps by `break` after step 1, worker 0 did not; was the script changed?" in rig.said[-1]
+    rig.exit(2, signum=9)
+    rig.serve()
+    assert rig.members == (0,)

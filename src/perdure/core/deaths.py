@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from perdure.core.actions import GiveUp, TurnAway
@@ -147,6 +147,26 @@ class Deaths:
         office.kill(worker.id)
         self._start_failed(worker, death, now)
 
+    def one_sided_break(self, members: Sequence[Worker], now: float) -> None:
+        """Whoever is at work on a step that another member's script will never begin waits for ever."""
+        for gone in members:
+            step = gone.finished
+            if step is None or not gone.broke_off:
+                continue
+            for other in members:
+                at = other.progress
+                if other.finished is None and at and at.step > step and at.phase in ("compute", "reduce"):
+                    self._broke_off_alone(gone, step, other, now)
+                    return
+
+    def _broke_off_alone(self, gone: Worker, step: int, other: Worker, now: float) -> None:
+        text = f"left job.steps by `break` after step {step}, worker {other.id} did not"
+        if gone.began_at > other.began_at and gone.began_at >= step:
+            self.unfit(gone, text, now)  # its first step: it may be its script that is another
+            return
+        advice = "let all workers decide alike, by step.loss or what job.evaluate returned"
+        self._office.end(4, f"worker {gone.id} {text}: {advice}")
+
     def _turn_away(self, node: Node, why: str, now: float, exit_code: int = 4) -> None:
         """A node that has nobody at work is not of the job."""
         for worker in self._strike_off(node):
@@ -177,7 +197,10 @@ class Deaths:
 
         What fails on a node that is new, or in a replacement, may be the fault of that alone.
         """
-        return worker.ready and (worker.proven or not self._office.staff.at_work(besides=worker.id))
+        doing, first = worker.progress, worker.first_step
+        # What it had in hand may be known before its commits are.
+        further = doing is not None and doing.phase not in IDLE and first is not None and doing.step > first
+        return worker.ready and (worker.proven or further or not self._office.staff.at_work(worker.id))
 
     def _strike_off(self, node: Node) -> list[Worker]:
         """The node's workers, of whom nothing more is expected."""

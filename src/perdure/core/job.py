@@ -17,7 +17,7 @@ a coordinator's restart in `rejoin`; they meet in `office`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from perdure.core.actions import (
@@ -269,7 +269,6 @@ class Job:
             self._office.say(message.warning)
         worker.ready = True
         self.failures.reached_first_step()
-        self.staff.nodes[worker.node].hire_from = float("-inf")
         address = Address(worker.id, worker.node, message.host, message.port)
         self.membership.ready(address, message.position, message.shape)
 
@@ -553,25 +552,11 @@ class Job:
         if not members or self.membership.opening is not None:
             return
         if any(workers[w].finished is None for w in members):
-            self._look_for_one_sided_break([workers[w] for w in members])
+            self._deaths.one_sided_break([workers[w] for w in members], now)
             return
         digests = {w: workers[w].last_digest for w in members}
         if not self._deaths.outvoted(digests, "after the last step", now):
             self._saving.finish(self._office.stopping)
-
-    def _look_for_one_sided_break(self, members: Sequence[Worker]) -> None:
-        """Whoever is at work on a step that another member's script will never begin waits for ever."""
-        for gone in members:
-            step = gone.finished
-            if step is None or not gone.broke_off:
-                continue
-            for other in members:
-                at = other.progress
-                if other.finished is None and at and at.step > step and at.phase in ("compute", "reduce"):
-                    text = f"worker {gone.id} left job.steps by `break` after step {step}, {other.id} did not"
-                    advice = "let all workers decide alike, by step.loss or what job.evaluate returned"
-                    self._office.end(4, f"{text}: {advice}")
-                    return
 
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ class Node:
     def start_succeeded(self) -> None:
         """A worker has done its part of a step."""
         self.failed_starts = 0
+        self.hire_from = float("-inf")
 
 
 @dataclass
@@ -71,6 +73,11 @@ class Worker:
     crash: msg.Crashed | None = None
     ending_since: float | None = None
     progress: msg.Progress | None = None
+
+    @property
+    def began_at(self) -> float:
+        """The first step in which it took part, as far as is known; infinite while there is none."""
+        return math.inf if self.first_step is None else self.first_step
 
 
 @dataclass(frozen=True)

@@ -294,6 +294,7 @@ class Job:
         self._patient = Patient(runtime, context.data_key)
         self._runtime = runtime
         context.unconfirmed = runtime.unconfirmed
+        context.in_step = lambda: self._step is not None
         position = Position(worker=context.worker)
         self._send(msg.Ready(listener.host, listener.port, shape, position, warning))
         return runtime

@@ -45,7 +45,8 @@ class Context:
     `control` is a blocking stream socket to the agent that carries frames of `schema.messages`; one thread
     may read it, everyone writes through `send`. `host` is where peers reach this node, `data_key` opens
     connections between the job's workers. `unconfirmed` gives the lines of steps that this worker has
-    committed and the others have not confirmed, for its last words.
+    committed and the others have not confirmed, for its last words; `in_step` says whether the script is
+    inside a step, where to exit is a mistake whatever the code.
     """
 
     worker: WorkerId
@@ -56,6 +57,7 @@ class Context:
     data_key: bytes
     lifeline: Lifeline
     unconfirmed: Callable[[], tuple[Record, ...]] = tuple
+    in_step: Callable[[], bool] = bool
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: WorkerMessage) -> None:
@@ -107,7 +109,7 @@ def run(fork: Fork, control: socket.socket, page_fd: int) -> None:
     except SystemExit as error:
         ENDING = True
         code = _exit_code(error)
-        if code != 0:
+        if code != 0 or context.in_step():
             context.last_words(crash(error, code))
         raise
     except BaseException as error:
