@@ -141,6 +141,26 @@ def test_what_fails_while_a_new_coordinator_collects_those_of_before_does_not_en
     new.commit()
 
 
+def test_those_of_before_are_right_about_what_is_trained() -> None:
+    """Also if a new worker, of another script, was ready before their node came back."""
+    new = restarted(training(workers=2, steps=4), min_nodes=2, first_worker=2, home_node="b")
+    kept, new.hands = new.hands, {}
+    new.hello("c", workers=1)
+    new.hello("b", workers=1)
+    other = next(start.worker for start in new.starts if start.node == "b")
+    new.shapes[other] = msgspec.structs.replace(SHAPE, per_step=4)
+    new.starts = [start for start in new.starts if start.worker == other]
+    new.started()
+    new.hands |= kept
+    new.hello("a", workers=2, seen=[0, 1])
+    assert new.kills == [other]
+    new.exit(other, signum=9)
+    new.wait(10.1)
+    new.serve()
+    assert new.members == (0, 1)
+    assert new.ended is None
+
+
 def test_workers_that_fail_in_turn_are_each_started_after_one_that_failed() -> None:
     """While one is being started the other fails, and so on: each replaces one, none was started together."""
     node = Node("b", "h", 2, 0, 1)

@@ -483,7 +483,8 @@ class Job:
         """A worker that the agent had before this coordinator knew it."""
         if seen.worker in self.staff.workers:
             return
-        fresh = self.phase == "gathering" and (not self.membership.peers or self._rejoin.waits)
+        unopened = not self.membership.peers or not (self.membership.begun or self._restoring is not None)
+        fresh = self.phase == "gathering" and (unopened or self._rejoin.waits)
         slot = len(self.staff.on(hello.node))
         worker = Worker(seen.worker, hello.node, slot=slot, pid=seen.pid, joined=seen.joined)
         self.staff.workers[seen.worker] = worker
@@ -492,6 +493,10 @@ class Job:
         if not fresh or seen.ready is None or seen.worker in self.settings.given_up:
             self._office.kill(seen.worker)
             return
+        if self.membership.shape not in (None, seen.ready.shape):
+            self.membership.shape = seen.ready.shape
+            for other in [w for w in self.staff.workers.values() if w.ready and not w.proven]:
+                self._deaths.unfit(other, "trains something else than those of before", now)
         self._rejoin.seen(seen.worker, now)
         worker.ready = worker.proven = True  # as far as can be known: it was at its first step
         address = Address(seen.worker, hello.node, seen.ready.host, seen.ready.port)

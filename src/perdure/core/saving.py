@@ -173,7 +173,7 @@ class Saving:
 
     def tails_lost(self, workers: Sequence[Worker]) -> None:
         """The node of these workers is gone: what only the leader does is done on another one."""
-        if self._office.phase == "released":
+        if self._office.phase == "released" and not self._office.exit_code:
             for worker in workers:
                 if worker.id == self._leader:
                     self.tail_crashed(worker)

@@ -20,15 +20,22 @@ from torch import nn
 
 from perdure.schema.errors import ProtectError
 
+LARGE_BYTES = 1 << 18
+"""Larger buffers than this are no running statistics, which torch changes without counting it."""
+
 
 @dataclass(eq=False)
 class Slot:
-    """One buffer of a module. `home` is the tensor that holds it between steps."""
+    """One buffer of a module. `home` is the tensor that holds it between steps.
+
+    `version` is torch's count of the changes to `home` when it was put back last.
+    """
 
     name: str
     module: nn.Module
     key: str
     home: torch.Tensor
+    version: int = -1
 
     @property
     def persistent(self) -> bool:
@@ -57,6 +64,12 @@ class Slot:
         """Let it have this value, in its home."""
         self.home.copy_(value)
         self.module._buffers[self.key] = self.home
+        self.version = self.home._version
+
+    @property
+    def is_as_put(self) -> bool:
+        """Whether nothing has happened to it since it was put back, as far as torch counts."""
+        return self.module._buffers[self.key] is self.home and self.home._version == self.version
 
 
 class Buffers:
@@ -86,11 +99,15 @@ class Buffers:
             slot.home = slot.home if live is None else live
         self._versions = [slot.home._version for slot in self._constant]
 
-    def put_back(self) -> None:
-        """Make the live values the committed ones."""
+    def put_back(self, again: bool = False) -> None:
+        """Make the live values the committed ones; `again`: they were so a micro-batch ago.
+
+        Then large ones (a mask) are left alone unless something was done to them.
+        """
         with torch.no_grad():
             for slot, value in zip(self._changing, self._committed, strict=True):
-                slot.put(value)
+                if not (again and slot.home.nbytes > LARGE_BYTES and slot.is_as_put):
+                    slot.put(value)
 
     def committed(self) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
         """(id of the module, key) of each buffer → its home and its committed value."""

@@ -203,8 +203,8 @@ class Runtime:
         shape, work = self.member.shape, self.member.work
         first = shape.run(shape.block(micro_batch)).first
         extends = any(run.first == first and run.stop == micro_batch for run in work.held)
-        in_order = extends and shape.block(micro_batch) == 0
-        self.training.begin(first if extends or micro_batch == first else micro_batch, in_order)
+        start = first if extends or micro_batch == first else micro_batch
+        self.training.begin(start, extends, in_order=extends and shape.block(micro_batch) == 0)
         self.page.write(Phase.DATA, step, micro_batch, self._samples)
 
     def compute_begins(self, micro_batch: int, samples: int) -> None:
