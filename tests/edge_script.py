@@ -45,7 +45,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kill-evaluation", type=int, default=-1, metavar="SAMPLE", help="when it comes")
     parser.add_argument("--save", type=Path, help="job.save after each step")
     parser.add_argument("--kill-save", type=int, default=-1, metavar="STEP", help="while writing")
-    parser.add_argument("--tail", choices=["", "raise", "kill", "exit"], default="", help="how it ends, once")
+    parser.add_argument(
+        "--tail", choices=["", "raise", "kill", "exit", "leave"], default="", help="how it ends, once"
+    )
     return parser.parse_args()
 
 
@@ -133,6 +135,12 @@ def train(args: argparse.Namespace) -> None:
     if args.print_values:
         print("grew", memory("VmHWM") - before)
     print(f"tail of {os.getpid()}, leader {job.leader}", flush=True)
+    _end(args)
+
+
+def _end(args: argparse.Namespace) -> None:
+    if args.tail == "leave":
+        sys.exit(0)
     if args.tail and strike(args.notes, "tail"):
         if args.tail == "raise":
             raise RuntimeError("in the tail")

@@ -449,7 +449,7 @@ def test_who_asks_while_the_coordinator_is_out_of_reach_is_answered_and_can_end_
         )
         before = len(stage.coordinator.heard)
         await stage.coordinator.open()
-        assert (await stage.coordinator.hear(Asked, since=before)).signum == signal.SIGINT
+        assert (await stage.coordinator.hear(AgentHello, since=before)).asked == signal.SIGINT
         await stage.coordinator.close()
         stage.shown.clear()
         await stage.until(lambda: any("out of reach" in line for line, _ in stage.shown))

@@ -59,7 +59,7 @@ def test_what_is_logged_is_written_once_whoever_dies(tmp_path: Path) -> None:
 def test_break_is_a_clean_end(tmp_path: Path) -> None:
     launched = run(
         tmp_path, SCRIPT, "mlp", "--notes", tmp_path, "--blocks", 4, "--steps", 9, "--break", 3,
-        options=["--nproc-per-node", 2],
+        "--tail", "leave", options=["--nproc-per-node", 2],
     )  # fmt: skip
     assert launched.steps() == [0, 1, 2, 3]
     assert launched.printed.count("tail of") == 2

@@ -35,13 +35,19 @@ def test_bits_with_three_workers_and_a_kill(task: str, tmp_path: Path) -> None:
     expect(tmp_path, judged(task))
 
 
-def test_a_joiner_and_a_later_run_have_the_modes_of_the_others(tmp_path: Path) -> None:
+def test_a_joiner_has_the_modes_of_the_others(tmp_path: Path) -> None:
     words = [SCRIPT, "modes", "--notes", tmp_path, "--blocks", 4, "--pace-ms", 40]
     first = run(tmp_path, *words, "--steps", 40, "--kill", "2:3", options=["--nproc-per-node", 3])
     healed = [event["step"] for event in first.events("healed")]
     assert healed, "the replacement came in time"
-    run(tmp_path, *words, "--steps", 44, options=["--nproc-per-node", 2])
-    expect(tmp_path, judged("modes", steps=44))
+    expect(tmp_path, judged("modes", steps=40))
+
+
+def test_after_a_total_loss_modes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    words = ["modes", "--notes", tmp_path, "--blocks", 4, "--steps", 12, "--kill", "8:3"]
+    launched = run(tmp_path, SCRIPT, *words, options=["--nproc-per-node", 1, "--checkpoint-every", 3])
+    assert [event["source"] for event in launched.events("healed")] == ["disk"]
+    expect(tmp_path, judged("modes", steps=12))
 
 
 def test_what_was_sent_too_early_is_not_committed(tmp_path: Path) -> None:

@@ -313,53 +313,6 @@ def test_tails_that_are_lost_again_and_again_end_the_run() -> None:
     assert rig.ended.message.endswith(text + "ended by signal 9")
 
 
-def test_the_leaders_tail_is_run_again_when_its_node_is_lost() -> None:
-    rig = training(workers=1, home_node="b")
-    rig.hello("b", workers=1)
-    rig.started()
-    rig.serve()
-    rig.switch()
-    assert rig.members == (0, 1), "worker 0 leads"
-    end_of(rig)
-    rig.write(1, SHAPE.until - 1)
-    rig.restored = SHAPE.until - 1
-    rig.exit(1, code=0)
-    rig.take(rig.job.agent_lost("a", rig.now))
-    rig.wait(0.6)
-    assert [start.node for start in rig.starts] == ["b"]
-    rig.started()
-    rig.serve()
-    rig.finish()
-    rig.exit(2, code=0)
-    assert rig.ended is not None
-    assert rig.ended.exit_code == 0
-
-
-def test_the_tail_after_a_break_is_run_again_without_a_step() -> None:
-    rig = training(workers=2, steps=4)
-    for worker in rig.members:
-        rig.say(worker, msg.Finished(3, digest(3), rig.record(3), by_itself=True))
-    rig.write(0, 3)
-    rig.restored = 3
-    rig.kill(1)
-    rig.started()
-    assert rig.told(2, msg.Restore) == [msg.Restore(("/c/3",), left_after=3)]
-
-
-def test_the_last_state_of_members_that_came_back_late_is_put_in_place() -> None:
-    """Others had begun again from a checkpoint; what had been agreed on beyond it was forgotten for that."""
-    new = Rig(incarnation=2, last_step=9, digests={s: digest(s) for s in range(10)}, blocks=2)
-    new.restored = 4
-    new.hello("b", workers=1)
-    new.started()
-    new.serve()
-    new.job.records.forget(4)
-    new.hands[0].committed = 9
-    new.say(0, msg.Finished(9, digest(9), None))
-    new.write(0, 9)
-    assert new.told(0, msg.Release)
-
-
 def test_without_checkpoints_a_crashed_tail_cannot_run_again() -> None:
     rig = training(workers=1, checkpoint_every=0)
     end_of(rig)

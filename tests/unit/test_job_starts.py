@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from job_rig import SHAPE, Rig, restarted, training
-from perdure.core.staff import Node
+from job_rig import SHAPE, Rig, digest, restarted, training
+from perdure.core.staff import PAUSE_S_MAX, Node
 from perdure.schema import messages as msg
 from perdure.schema.plan import Position
 
@@ -167,6 +167,9 @@ def test_workers_that_fail_in_turn_are_each_started_after_one_that_failed() -> N
     for failed, newest in [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]:
         node.start_failed(failed, newest, 0.0)
     assert node.failed_starts == 3
+    for worker in range(10, 3000):
+        node.start_failed(worker, worker, 0.0)
+    assert node.hire_from == PAUSE_S_MAX
 
 
 def test_nodes_that_were_turned_away_do_not_hold_back_the_others_replacements() -> None:
@@ -363,8 +366,34 @@ def test_a_worker_that_breaks_off_in_its_first_step_is_not_a_witness_for_the_oth
     rig.job.status(msg.Status((msg.Progress(0, 1000, "compute", 2, 3, 0),)))
     rig.wait(0.1)
     assert rig.ended is None
-    assert rig.kills[-1] == 2
+    rig.wait(1.0)
+    assert rig.kills == [2], "it is judged once"
+    assert len(rig.faults()) == 2
     assert "left job.steps by `break` after step 1, worker 0 did not; was the script changed?" in rig.said[-1]
     rig.exit(2, signum=9)
     rig.serve()
     assert rig.members == (0,)
+
+
+def test_a_joiner_that_comes_when_the_others_break_off_ends_with_them() -> None:
+    """It has never run the step after which they did so."""
+    rig = training(workers=2, steps=3)
+    rig.kill(1)
+    rig.serve()
+    rig.started()
+    rig.serve()
+    rig.commit(1)
+    rig.switch()
+    step = rig.hands[0].committed
+    rig.hands[0].finished = True
+    rig.say(0, msg.Finished(step, digest(step), None, by_itself=True))
+    rig.job.status(msg.Status((msg.Progress(2, 1000, "compute", step + 1, 3, 0),)))
+    rig.wait(0.1)
+    rig.serve()
+    assert rig.job.membership.current is not None
+    assert rig.job.membership.current.stop
+    rig.hands[2].committed = step
+    rig.say(2, msg.Finished(step, digest(step), None))
+    rig.write(0, step)
+    assert rig.told(2, msg.Release)[0].exit_code == 0
+    assert rig.ended is None

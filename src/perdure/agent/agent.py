@@ -111,6 +111,7 @@ class Agent:
         self._orphans_possible = False
         self._told: tuple[Progress, ...] = ()
         self._asked: list[int] = []
+        self._asked_in_hello = False
         self._key = ""
         self._end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
@@ -146,7 +147,7 @@ class Agent:
             return
         if self._link.connected:
             self._link.send(Asked(signum))
-        else:  # the next hello tells it
+        else:  # told by the next hello, or after the welcome
             self._say(
                 f"signal {signum}: passed on once the coordinator answers; again to end this node at once"
             )
@@ -158,6 +159,7 @@ class Agent:
 
     def _hello(self) -> AgentHello:
         config = self._config
+        self._asked_in_hello = bool(self._asked)
         return AgentHello(
             node=config.node,
             host=config.host,
@@ -191,7 +193,10 @@ class Agent:
                 self._say(text)
             case AgentWelcome(key=key):
                 self._told = ()  # a new connection: it knows nothing
-                self._key = key
+                if not (self._key and self._workers):  # else these may be of the job before
+                    self._key = key
+                if self._asked and not self._asked_in_hello:
+                    self._link.send(Asked(self._asked[0]))
 
     def _order(self, order: StartWorker) -> None:
         """Start a worker in the background: the first has to wait for the zygote's imports."""

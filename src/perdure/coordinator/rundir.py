@@ -291,14 +291,14 @@ def _cut_after(path: Path, last_step: int) -> None:
 
 
 def _is_cut_off(path: Path) -> bool:
-    """Whether the last event is another than the end of a run."""
+    """Whether the last run that was started has no end among the last events."""
     try:
         with path.open("rb") as file:
             file.seek(-min(LINE_BYTES_MAX, path.stat().st_size), os.SEEK_END)
-            lines = file.read().splitlines()
+            tail = file.read()
     except OSError:
         return False
-    return bool(lines) and b'"event":"run_ended"' not in lines[-1]
+    return bool(tail) and tail.rfind(b'"event":"run_ended"') <= tail.rfind(b'"event":"run_started"')
 
 
 def _cut_torn_tail(path: Path) -> None:

@@ -149,9 +149,12 @@ class Deaths:
 
     def one_sided_break(self, members: Sequence[Worker], now: float) -> None:
         """Whoever is at work on a step that another member's script will never begin waits for ever."""
+        current = self._office.membership.current
+        if current is None or current.stop:
+            return
         for gone in members:
             step = gone.finished
-            if step is None or not gone.broke_off:
+            if step is None or not gone.broke_off or gone.stopped:
                 continue
             for other in members:
                 at = other.progress
@@ -160,6 +163,11 @@ class Deaths:
                     return
 
     def _broke_off_alone(self, gone: Worker, step: int, other: Worker, now: float) -> None:
+        current = self._office.membership.current
+        if current and other.id in current.joiners and other.began_at > step:
+            # It has come too late to do so as well: in a new generation it is told that the steps are over.
+            self._office.carry(self._office.membership.again(), now)
+            return
         text = f"left job.steps by `break` after step {step}, worker {other.id} did not"
         if gone.began_at > other.began_at and gone.began_at >= step:
             self.unfit(gone, text, now)  # its first step: it may be its script that is another
@@ -234,6 +242,11 @@ class Deaths:
             unknown = Worker(exited.worker, "", -1, joined=True)
             self._stops(unknown, _death(unknown, exited), exited, ready=True)
 
+    @property
+    def missing(self) -> bool:
+        """Whether it may yet be told how a worker ended that is gone."""
+        return bool(self._missing)
+
     def give_up_missing(self, now: float) -> None:
         """Nothing was told of these in time: they ended, it is not known how."""
         for worker, since in list(self._missing.values()):
@@ -241,7 +254,8 @@ class Deaths:
                 del self._missing[worker.id]
                 self._accounted.add(worker.id)
                 death = Death("node", None, None, message="it was gone when its node came back")
-                self._stops(worker, death, None, worker.ready)
+                if not self._stops(worker, death, None, worker.ready):
+                    self._saving.tails_lost([worker])
 
     def outvoted(self, digests: Mapping[WorkerId, str], when: str, now: float) -> bool:
         """P8: those whose state is not the majority's are ended; true if there are such.

@@ -255,14 +255,11 @@ class Job:
             return
         asked = message.shape.blocks
         if self._blocks and self._blocks != asked:
-            text = f"the job was started with blocks={self._blocks}; the script now asks for {asked}"
-            if self._office.in_training:
-                self._deaths.unfit(worker, f"asks for blocks={asked} in place of {self._blocks}", now)
-            else:
-                self._office.end(4, f"{text}; bits depend on it: keep it, or start anew with --fresh")
+            text = f"asks for blocks={asked}, and the job was started with blocks={self._blocks}"
+            self._refuse(worker, f"{text}; bits depend on it: keep it, or start anew with --fresh", now, 4)
             return
         if not self._blocks:
-            self._blocks = message.shape.blocks
+            self._blocks = asked
             self._office.want(Persist(self._blocks))
         if message.warning and not self._warned:
             self._warned = True
@@ -272,10 +269,10 @@ class Job:
         address = Address(worker.id, worker.node, message.host, message.port)
         self.membership.ready(address, message.position, message.shape)
 
-    def _refuse(self, worker: Worker, what: str, now: float) -> None:
+    def _refuse(self, worker: Worker, what: str, now: float, exit_code: int = 1) -> None:
         """A worker does not fit. Where others train, or have done so, it is not the job that is wrong."""
         if not (self._office.in_training or self.membership.begun):
-            self._office.end(1, f"worker {worker.id} {what}")
+            self._office.end(exit_code, f"worker {worker.id} {what}")
         else:
             self._deaths.unfit(worker, what, now)
 
@@ -425,7 +422,7 @@ class Job:
                 self._gather(now)
         if self.phase == "training":
             self._finish(now)
-        if self.phase == "released" and not self.staff.workers:
+        if self.phase == "released" and not (self.staff.workers or self._deaths.missing):
             office.end(office.exit_code, "")
         if self._plain.signalled and self._plain.ended(now):
             office.end(128 + self._office.stopping, "")
@@ -442,8 +439,13 @@ class Job:
         office.say(f"every worker was lost; training goes on from {newest or 'the beginning'}")
         return False
 
+    @property
+    def _enough_nodes(self) -> bool:
+        """Only a tail that is run again can do with fewer than the job began with."""
+        return len(self.staff.nodes) >= self.settings.min_nodes or self._saving.in_tails
+
     def _fill_vacancies(self, now: float) -> None:
-        if self._office.stopping or len(self.staff.nodes) < self.settings.min_nodes:
+        if self._office.stopping or not self._enough_nodes:
             return
         plain = self._plain.is_plain()
         if plain and not self._plain.may_start(now):
@@ -463,7 +465,7 @@ class Job:
         if restoring is None or restoring.stopped:
             self._restoring = None
         spare = self.membership.spare
-        if len(spare) < max(1, self.staff.target) or len(self.staff.nodes) < self.settings.min_nodes:
+        if len(spare) < max(1, self.staff.target) or not self._enough_nodes:
             return
         if self._saving.restorable and self._restoring is None and self.membership.progress < 0:
             self._restoring = min(self._office.at_home(spare) or spare)

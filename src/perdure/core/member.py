@@ -156,7 +156,7 @@ class Member:
         self._announced: Plan | None = None
         self._switched_at: int | None = None
         self._final = False
-        self._broke_off = False
+        self.broke_off = False
         self._early: list[Header | Hold | Ledger] = []
         self._dropped_below = NONE
         self._computes_in = NONE
@@ -397,7 +397,7 @@ class Member:
 
     def stop_here(self) -> list[Action]:
         """The script left the loop by itself after the last committed step, as it does on all workers."""
-        self.ended = self._broke_off = True
+        self.ended = self.broke_off = True
         self.work, self.round = Work(), Round()
         return [Wake()]
 
@@ -578,7 +578,7 @@ class Member:
         earlier = [
             Tell(msg.Published(self.records[step])) for step in sorted(self.records) if step < self.committed
         ]
-        return [*earlier, Tell(msg.Finished(self.committed, self.digest, last, self._broke_off))]
+        return [*earlier, Tell(msg.Finished(self.committed, self.digest, last, self.broke_off))]
 
     def _may_commit(self) -> bool:
         plan, now = self.plan, self.round

@@ -20,6 +20,7 @@ class Rejoin:
         self._office = office
         self._until: float | None = None
         self._kept: set[WorkerId] = set()
+        self._expects = office.settings.cut_off
 
     @property
     def waits(self) -> bool:
@@ -45,11 +46,12 @@ class Rejoin:
         return self.waits
 
     def expect(self, now: float) -> None:
-        """The first node is here. Of a job that may begin with fewer nodes than it had, others may come yet.
+        """A node without workers is here. A job that may begin with fewer nodes waits for the others once.
 
         Not after a run that was ended in order: it left nobody.
         """
-        if self._office.settings.cut_off and self._elastic and not self.waits and self.may_come(now):
+        expects, self._expects = self._expects, False
+        if expects and self._elastic and not self.waits and self.may_come(now):
             self._office.say(f"waiting {REJOIN_S:g} s at most for workers of before the launcher was lost")
 
     def is_vain(self, now: float) -> bool:

@@ -35,6 +35,8 @@ class Saving:
         self._saves = 0
         self._last_step = -1
         self._leader: WorkerId | None = None
+        self.in_tails = False
+        """Whether the last state is in place, and scripts are run to their ends."""
         self.left_after = -1
         """The step after which the script left its loop by itself, once all have done so."""
         self.restorable = office.settings.checkpoints
@@ -130,6 +132,7 @@ class Saving:
                 self.record(record)  # P18: now all are known to have the last step
         if 0 <= step <= office.records.last:
             office.records.agree(step, workers[members[0]].last_digest)  # its line may be of an earlier life
+            self._carry(self._checkpoints.known(office.records.agreed))
         self.left_after = step if any(workers[w].broke_off for w in members) else -1
         until = office.membership.shape.until if office.membership.shape else 0
         early = step + 1 < until and self.left_after < 0
@@ -173,17 +176,18 @@ class Saving:
 
     def tails_lost(self, workers: Sequence[Worker]) -> None:
         """The node of these workers is gone: what only the leader does is done on another one."""
-        if self._office.phase == "released" and not self._office.exit_code:
-            for worker in workers:
-                if worker.id == self._leader:
-                    self.tail_crashed(worker)
+        office = self._office
+        if office.phase != "released" or office.exit_code or not (self.restorable and office.staff.nodes):
+            return
+        for worker in workers:
+            if worker.id == self._leader:
+                office.say(f"worker {worker.id} led: what follows the loop is run again on another node")
+                self.tail_crashed(worker)
 
     def tail_crashed(self, worker: Worker) -> None:
         """The script failed after its loop: run it again, from the last checkpoint."""
         office = self._office
         office.membership.forget(worker.id)
-        home = office.settings.home_node
-        place = (worker.node, worker.slot) if worker.node in office.staff.nodes else (home, 0)
         if not self.restorable:
             why = "failed after the last step, and without checkpoints it cannot run again"
             office.end(1, f"worker {worker.id} {why}")
@@ -191,7 +195,9 @@ class Saving:
         for other in office.staff.workers.values():
             if other.released:
                 office.membership.forget(other.id)
-        office.hire(Vacancy(*place))
+        here = worker.node in office.staff.nodes
+        place = Vacancy(worker.node, worker.slot) if here else Vacancy(next(iter(office.staff.nodes)), 0)
+        office.hire(place)
         office.phase = "gathering"
 
     def _save(self, step: int, writer: WorkerId) -> None:
@@ -206,7 +212,7 @@ class Saving:
     def _release(self) -> None:
         """Members run the rest of their scripts; workers that only waited are ended."""
         office = self._office
-        office.phase = "released"
+        office.phase, self.in_tails = "released", True
         for worker in office.staff.workers.values():
             if worker.ending:
                 pass  # in a moment it is known how it ended

@@ -39,7 +39,7 @@ class Node:
         if worker >= self._counts_from:
             self.failed_starts += 1
             self._counts_from = newest + 1
-        self.hire_from = now + min(PAUSE_S * 2 ** (self.failed_starts - 1), PAUSE_S_MAX)
+        self.hire_from = now + min(PAUSE_S * 2 ** min(self.failed_starts - 1, 30), PAUSE_S_MAX)
 
     def start_succeeded(self) -> None:
         """A worker has done its part of a step."""
@@ -51,7 +51,8 @@ class Node:
 class Worker:
     """One process. `slot` is its local rank; slots from `Node.workers` on are standbys at their start.
 
-    It is `proven` once a step is committed in which it took part, the first of which is `first_step`.
+    It is `proven` once a step is committed in which it took part, the first of which is `first_step`; after a
+    coordinator's restart also if it was at its first step when the one before was lost.
     """
 
     id: WorkerId

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Final
@@ -84,6 +84,10 @@ class Snapshot:
     def total_bytes(self) -> int:
         """Bytes of all entries together."""
         return self.description.total_bytes
+
+    def without_modes(self) -> Snapshot:
+        """The same, but it says nothing of modules' modes: whoever restores it keeps those that it has."""
+        return replace(self, description=msgspec.structs.replace(self.description, evaluating=None))
 
     def digest(self) -> str:
         """The digest of the state that was copied; equal to what `ProtectedState.digest` gave then."""

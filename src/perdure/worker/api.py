@@ -244,7 +244,9 @@ class Job:
                 try:
                     yield step
                 except GeneratorExit:
-                    if not self._broken_off(runtime, step) and self._context is not None:
+                    if self._broken_off(runtime, step):
+                        self._step = None
+                    elif self._context is not None:
                         stack.pop_all()  # an error must not be told late; loaders end with the process
                     return
                 if not step.complete:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ LARGE_BYTES = 1 << 18
 class Slot:
     """One buffer of a module. `home` is the tensor that holds it between steps.
 
-    `version` is torch's count of the changes to `home` when it was put back last.
+    `form` is what it has to keep, `version` torch's count of the changes to `home` when that was noted last.
     """
 
     name: str
@@ -36,6 +36,14 @@ class Slot:
     key: str
     home: torch.Tensor
     version: int = -1
+    form: tuple[torch.Size, torch.dtype, torch.device] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.form = form_of(self.home)
+
+    def settle(self, home: torch.Tensor) -> None:
+        """What is there now is what a step begins with."""
+        self.home, self.version = home, home._version
 
     @property
     def persistent(self) -> bool:
@@ -45,20 +53,28 @@ class Slot:
     @property
     def live(self) -> torch.Tensor:
         """What is there now. Raises ProtectError if it cannot stand for what was there."""
-        live = self.module._buffers[self.key]
-        if live is None or (live.shape, live.dtype) != (self.home.shape, self.home.dtype):
-            now = "None" if live is None else f"{live.dtype}{list(live.shape)}"
+        live = self.now
+        if live is None or form_of(live) != self.form:
+            shape, dtype, device = self.form
+            now = "nothing" if live is None else f"{live.dtype}{list(live.shape)} on {live.device}"
             raise ProtectError(
-                f"the buffer {self.name} was {self.home.dtype}{list(self.home.shape)} and is {now} now: "
-                "what is in the state_dict keeps its form; register what changes it with persistent=False"
+                f"the buffer {self.name} was {dtype}{list(shape)} on {device} and is {now} now: "
+                "what is in the state_dict keeps its form once job.steps has begun"
             )
         return live
 
     @property
+    def now(self) -> torch.Tensor | None:
+        """What is there now, whatever it is."""
+        return self.module._buffers.get(self.key)
+
+    @property
     def keeps_value(self) -> bool:
-        """Whether what is there now is the home, or as good."""
-        live = self.module._buffers[self.key]
-        return live is self.home or (live is not None and torch.equal(live, self.home))
+        """Whether a tensor that is there now in place of the home is as good."""
+        live = self.now
+        return live is self.home or (
+            live is not None and form_of(live) == self.form and _equal(live, self.home)
+        )
 
     def put(self, value: torch.Tensor) -> None:
         """Let it have this value, in its home."""
@@ -68,17 +84,17 @@ class Slot:
 
     @property
     def is_as_put(self) -> bool:
-        """Whether nothing has happened to it since it was put back, as far as torch counts."""
-        return self.module._buffers[self.key] is self.home and self.home._version == self.version
+        """Whether nothing has happened to it since that was noted, as far as torch counts."""
+        return self.now is self.home and self.home._version == self.version
 
 
 class Buffers:
-    """The changing buffers of the protected modules; `slots` has each tensor once."""
+    """The changing buffers of the modules that are trained; `still` are those of the others."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], still: Sequence[Slot] = ()) -> None:
         self._changing = [slot for slot in slots if slot.persistent]
         self._constant = [slot for slot in slots if not slot.persistent]
-        self._versions: list[int] = []
+        self._still = [slot for slot in still if slot.persistent]
         self.nbytes = sum(slot.home.nbytes for slot in self._changing)
         self._committed: list[torch.Tensor] = []
         self._left: torch.Tensor | None = None
@@ -92,12 +108,12 @@ class Buffers:
     def note_restored(self) -> None:
         """The state was taken from elsewhere; block 0's values of the next step may be here already."""
         for slot in self._changing:
-            slot.home = slot.live
+            slot.settle(slot.live)
         self._committed = [slot.home.detach().clone() for slot in self._changing]
         for slot in self._constant:
-            live = slot.module._buffers[slot.key]
-            slot.home = slot.home if live is None else live
-        self._versions = [slot.home._version for slot in self._constant]
+            now = slot.now
+            slot.settle(slot.home if now is None else now)
+            slot.form = form_of(slot.home)
 
     def put_back(self, again: bool = False) -> None:
         """Make the live values the committed ones; `again`: they were so a micro-batch ago.
@@ -148,23 +164,42 @@ class Buffers:
 
     @contextlib.contextmanager
     def spared(self) -> Iterator[None]:
-        """What forward passes change meanwhile is put back."""
-        found = [(slot, slot.live) for slot in self._changing]
-        values = [live.detach().clone() for _, live in found]
+        """What forward passes change meanwhile is put back, in modules that are not trained too."""
+        found = [(slot, slot.now) for slot in (*self._changing, *self._still)]
+        kept = [(slot, live, live.detach().clone()) for slot, live in found if live is not None]
         try:
             yield
         finally:
             with torch.no_grad():
-                for (slot, live), value in zip(found, values, strict=True):
+                for slot, live, value in kept:
                     live.copy_(value)
                     slot.module._buffers[slot.key] = live
 
+    def check_replaced(self) -> None:
+        """Raise if a forward pass of this step put something else in place of a constant buffer."""
+        for slot in self._constant:
+            if not slot.keeps_value:
+                raise ProtectError(
+                    f"the forward pass replaced the buffer {slot.name}, which is not in the state_dict, so "
+                    "it would differ between workers: register it with persistent=True; let a cache "
+                    "that grows be as long as it gets, by one forward pass, before job.steps begins"
+                )
+
     def check(self) -> None:
         """Raise if a forward pass changed a buffer that is not in the state_dict."""
-        for slot, version in zip(self._constant, self._versions, strict=True):
-            if slot.home._version != version or not slot.keeps_value:
+        for slot in self._constant:
+            if slot.home._version != slot.version:
                 raise ProtectError(
                     f"the forward pass changed the buffer {slot.name}, which is not in the state_dict, so it "
-                    "would differ between workers: register it with persistent=True, or keep what is only a "
-                    "cache in a plain attribute"
+                    "would differ between workers: register it with persistent=True"
                 )
+
+
+def form_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """What a buffer keeps."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with torch.no_grad():
+        return torch.equal(one, other)

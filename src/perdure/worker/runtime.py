@@ -292,6 +292,7 @@ class Runtime:
             records, last = dict(self.member.records), self.member.committed
             if last in records and not (self.member.committing or self.member.healing):
                 with contextlib.suppress(Exception):  # the state itself may be what the error is about
+                    self.training.buffers.put_back()  # the forward pass that failed may have changed them
                     records[last] = with_digest(records[last], self.training.digest(last))
             return tuple(records[step] for step in sorted(records))
         finally:

@@ -72,6 +72,8 @@ class Saver:
         try:
             copy = self._training.snapshot(self._slab)
             self._slab = copy.slab
+            if self._runtime.member.broke_off or step + 1 >= self._shape.until:
+                copy = copy.without_modes()  # `eval()` for what follows the loop is not for a longer run
         except (PerdureError, MemoryError, RuntimeError) as error:
             self._send(msg.CheckpointFailed(step, f"{type(error).__name__}: {error}"))
             return

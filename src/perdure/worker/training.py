@@ -48,8 +48,9 @@ class Training:
         self.leaves = Leaves(parameters, names, exact)
         optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
         self.unchanged = Unchanged(every, optimizers)
-        self.bystanders = Bystanders(objects)
-        self.buffers = Buffers(_slots(objects))
+        slots, still = _slots(objects)
+        self.buffers = Buffers(slots, still)
+        self.bystanders = Bystanders(objects, still)
         first_bucket = [homes[-1] if homes else 0 for homes in self.buckets.homes]
         self.hooks = Hooks(parameters, first_bucket, len(self.buckets))
         self.loss = float("nan")
@@ -205,18 +206,20 @@ def _refuse_sparse(objects: Mapping[str, object]) -> None:
                 raise ProtectError(f"{where} has sparse=True; perdure sums dense gradients: leave it out")
 
 
-def _slots(objects: Mapping[str, object]) -> list[Slot]:
-    """Every module's buffers, each tensor once.
+def _slots(objects: Mapping[str, object]) -> tuple[list[Slot], list[Slot]]:
+    """The buffers of modules that are trained, and of those without a parameter to train; each tensor once.
 
-    A module without a parameter to train (an averaged copy) changes in the commit alone: it has none
-    (`Bystanders`).
+    These (an averaged copy, a teacher) change in the commit alone (`Bystanders`).
     """
-    found: dict[int, Slot] = {}
-    for name, thing in objects.items():
-        if not isinstance(thing, torch.nn.Module) or not any(p.requires_grad for p in thing.parameters()):
-            continue
+    modules = [(name, thing) for name, thing in objects.items() if isinstance(thing, torch.nn.Module)]
+    modules.sort(key=lambda pair: not any(p.requires_grad for p in pair[1].parameters()))
+    found: dict[int, tuple[Slot, bool]] = {}
+    for name, thing in modules:
+        trained = any(p.requires_grad for p in thing.parameters())
         for prefix, module in thing.named_modules():
             for key, buffer in module.named_buffers(recurse=False):
                 path = ".".join(filter(None, (name, prefix, key)))
-                found.setdefault(id(buffer), Slot(path, module, key, buffer))
-    return list(found.values())
+                if not buffer.is_inference():  # outside of inference mode nothing can be written into it
+                    found.setdefault(id(buffer), (Slot(path, module, key, buffer), trained))
+    slots = [slot for slot, trained in found.values() if trained]
+    return slots, [slot for slot, trained in found.values() if not trained]

@@ -8,17 +8,17 @@ count what goes through `.data`, nor what fused optimizers do: an optimizer is a
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from operator import and_, eq, is_
 
+import numpy as np
 import torch
-from torch import nn
 
 from perdure.schema.errors import UsageError
-from perdure.state.keepers import keeper_for
 from perdure.state.layout import canonical
-from perdure.state.scribe import Scribe
 from perdure.state.tree import encode
+from perdure.worker.buffers import Slot
 
 AROUND = "that belongs before or after the loop over the step"
 FROM_DEFAULTS = (
@@ -96,49 +96,49 @@ def _counts(gradients: Sequence[torch.Tensor | None]) -> list[int]:
     return [-1 if gradient is None else gradient._version for gradient in gradients]
 
 
+KINDS = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.Generator,
+    random.Random,
+    np.random.Generator,
+)
+
+
 class Bystanders:
     """Protected things that only what comes before and after a step's loop may change.
 
-    Schedulers, learning rates, generators, counters, and buffers of modules of which no parameter is trained:
-    changed inside the loop they would count the micro-batches of one worker. Tensors in the state of other
-    objects are not compared: they may be those of a module.
+    Learning rates, schedulers, generators, and buffers of modules of which no parameter is trained (`still`):
+    changed inside the loop they would count the micro-batches of one worker. Other objects are not compared:
+    what their state holds is not known.
     """
 
-    def __init__(self, objects: Mapping[str, object]) -> None:
-        self._slots = {
-            ".".join(filter(None, (name, path, key))): (module, key)
-            for name, thing in objects.items()
-            if isinstance(thing, nn.Module) and not any(p.requires_grad for p in thing.parameters())
-            for path, module in thing.named_modules()
-            for key in module._buffers
-        }
-        others = [
-            (name, thing)
-            for name, thing in objects.items()
-            if not isinstance(thing, nn.Module | torch.amp.GradScaler)
-        ]
+    def __init__(self, objects: Mapping[str, object], still: Sequence[Slot]) -> None:
+        self._still = list(still)
+        watched = [(name, thing) for name, thing in objects.items() if isinstance(thing, KINDS)]
         # Optimizers last: a scheduler that is told of is told of by its own name.
-        self._others = dict(sorted(others, key=lambda pair: isinstance(pair[1], torch.optim.Optimizer)))
-        self._keepers = {name: keeper_for(name, thing) for name, thing in self._others.items()}
-        self._buffers: dict[str, tuple[int, int]] = {}
+        watched.sort(key=lambda pair: isinstance(pair[1], torch.optim.Optimizer))
+        self._things = dict(watched)
+        self._buffers: list[tuple[torch.Tensor | None, int]] = []
         self._values: dict[str, bytes] = {}
 
     def note(self) -> None:
         """The loop over a step begins."""
-        self._buffers = self._buffers_now()
-        self._values = {name: self._value(name) for name in self._others}
+        self._buffers = [_seen(slot) for slot in self._still]
+        self._values = {name: _value(name, thing) for name, thing in self._things.items()}
 
     def check(self, where: str) -> None:
-        """The loop over a step has ended. Raises UsageError if one of them is not what it was."""
-        for name, now in self._buffers_now().items():
-            if now != self._buffers[name]:
+        """This worker's part of the loop is done, as far as is known. Raises UsageError after a change."""
+        for slot, (buffer, version) in zip(self._still, self._buffers, strict=True):
+            now, count = _seen(slot)
+            if now is not buffer or count != version:
                 raise UsageError(
-                    f"{where}: a forward inside `for … in step` changed the buffer {name}, of a module of "
-                    "which no parameter is trained: call its eval(), or protect it and the trained model as "
-                    "one nn.ModuleList"
+                    f"{where}: a forward inside `for … in step` changed the buffer {slot.name}, of a module "
+                    "of which no parameter is trained: call its eval(), or protect it and the trained model "
+                    "as one nn.ModuleList"
                 )
-        for name, thing in self._others.items():
-            if self._value(name) != self._values[name]:
+        for name, thing in self._things.items():
+            if _value(name, thing) != self._values[name]:
                 kind = type(thing).__name__
                 instead = FROM_DEFAULTS if kind in ("Generator", "Random") else AROUND
                 raise UsageError(
@@ -146,26 +146,22 @@ class Bystanders:
                     f"micro-batches of its own: {instead}"
                 )
 
-    def _buffers_now(self) -> dict[str, tuple[int, int]]:
-        found = {name: module._buffers[key] for name, (module, key) in self._slots.items()}
-        return {
-            name: (id(buffer), -1 if buffer is None or buffer.is_inference() else buffer._version)
-            for name, buffer in found.items()
-        }
 
-    def _value(self, name: str) -> bytes:
-        thing = self._others[name]
-        if isinstance(thing, torch.Generator):
-            return thing.get_state().numpy().tobytes()
-        if isinstance(thing, torch.optim.Optimizer):
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in thing.param_groups]
-            tree = encode(groups, name, lambda _, tensor: {"version": str(tensor._version)})
-            return canonical({name: tree})
-        return canonical(self._keepers[name].walk(_Forms({}, {})))
+def _seen(slot: Slot) -> tuple[torch.Tensor | None, int]:
+    buffer = slot.now
+    return buffer, -1 if buffer is None or buffer.is_inference() else buffer._version
 
 
-class _Forms(Scribe):
-    """Takes no note of tensors but of their shapes."""
-
-    def refer_volatile(self, name: str, tensor: torch.Tensor) -> dict[str, str]:
-        return {"shape": str(tuple(tensor.shape))}
+def _value(name: str, thing: object) -> bytes:
+    if isinstance(thing, torch.Generator):
+        return thing.get_state().numpy().tobytes()
+    if isinstance(thing, torch.optim.Optimizer):
+        state: object = [{k: v for k, v in group.items() if k != "params"} for group in thing.param_groups]
+    elif isinstance(thing, random.Random):
+        state = thing.getstate()
+    elif isinstance(thing, np.random.Generator):
+        state = dict(thing.bit_generator.state)
+    else:
+        assert isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+        state = thing.state_dict()
+    return canonical({name: encode(state, name, lambda _, tensor: {"version": str(tensor._version)})})
