@@ -340,8 +340,12 @@ def test_a_run_whose_terminal_is_gone_is_saved(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     ) as process:
         os.close(theirs)
-        while b"samples/s" not in os.read(ours, 65536):  # the live line
-            pass
+        shown = b""
+        while b"samples/s" not in shown:  # the live line
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:
+                raise AssertionError(f"the run has ended: {shown.decode()}") from None
         os.close(ours)
         assert process.wait(DEADLINE_S) == 129
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]

@@ -125,6 +125,7 @@ def _teacher_forward(things: dict[str, Any]) -> None:
         (_rate, r"optimizer \(SGD\) was changed inside"),
         (_rate_in_place, r"optimizer \(SGD\) was changed inside"),
         (_generator, r"generator \(Generator\) was changed inside .*come from the default generators"),
+        (_numpy, r"numpy \(Generator\) was changed inside .*come from the default generators"),
         (_random, r"random \(Random\) was changed inside .*come from the default generators"),
         (
             _teacher_forward,
@@ -207,7 +208,9 @@ def test_a_constant_that_forward_makes_anew_is_one_and_a_cache_that_grows_is_not
     Training(job, Cache(0)).loop(lambda step, loss: step.backward(loss))
     api._joined = None
     other = perdure.join(seed=0)
-    with pytest.raises(ProtectError, match=r"replaced the buffer model\.cosines.*before job.steps begins"):
+    with pytest.raises(
+        ProtectError, match=r"the buffer model\.cosines was changed in a step.*before job.steps begins"
+    ):
         Training(other, Cache(1)).loop(lambda step, loss: step.backward(loss))
 
 

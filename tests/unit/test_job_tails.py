@@ -26,7 +26,8 @@ def two_nodes_in_tails(**settings: Any) -> Rig:
     while rig.hands[0].committed < LAST:
         rig.commit()
     rig.finish()
-    rig.write(1, LAST)
+    if rig.told(1, msg.Checkpoint):
+        rig.write(1, LAST)
     rig.restored = LAST
     assert rig.job.phase == "released"
     return rig
@@ -46,7 +47,7 @@ def test_the_leaders_tail_is_run_again_when_its_node_is_lost(others_end_first: b
         rig.exit(1, code=0)
     leave(rig, "a")
     assert [start.node for start in rig.starts] == ["b"]
-    assert rig.said[-1] == "worker 0 led: what follows the loop is run again on another node"
+    assert rig.said[-1] == "worker 0 led: what follows the loop is run again by another one"
     rig.started()
     rig.serve()
     rig.finish()
@@ -55,6 +56,64 @@ def test_the_leaders_tail_is_run_again_when_its_node_is_lost(others_end_first: b
         rig.exit(1, code=0)
     assert rig.ended is not None
     assert rig.ended.exit_code == 0
+
+
+@pytest.mark.parametrize("when", ["at once", "restored"])
+@pytest.mark.parametrize("others_end_first", [True, False])
+def test_who_was_started_for_a_tail_may_be_lost_as_well(others_end_first: bool, when: str) -> None:
+    rig = two_nodes_in_tails(min_nodes=2)
+    if others_end_first:
+        rig.exit(1, code=0)
+    leave(rig, "a")
+    for life in (2, 3):
+        assert [start.worker for start in rig.starts] == [life]
+        if when == "restored":
+            rig.started()
+            rig.serve()
+        else:
+            rig.starts.clear()
+            rig.take(rig.job.worker_started(life, 1, rig.now))
+        rig.kill(life)
+        rig.wait(1.0)
+    rig.started()
+    rig.serve()
+    rig.finish()
+    rig.exit(4, code=0)
+    if not others_end_first:
+        rig.exit(1, code=0)
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 0
+
+
+def test_without_checkpoints_the_loss_of_the_leaders_tail_is_told() -> None:
+    rig = two_nodes_in_tails(checkpoint_every=0)
+    leave(rig, "a")
+    assert rig.ended is not None
+    assert (rig.ended.exit_code, "without checkpoints it cannot run again" in rig.ended.message) == (1, True)
+
+
+def test_who_leads_is_known_when_the_last_state_is_in_place() -> None:
+    """The leader before may have died while that was written."""
+    rig = training(workers=1, home_node="b")
+    rig.hello("b", workers=1)
+    rig.hello("c", workers=1)
+    rig.started()
+    rig.serve()
+    rig.switch()
+    while rig.hands[0].committed < LAST:
+        rig.commit()
+    rig.finish()
+    rig.kill(0)
+    rig.serve()
+    rig.finish()
+    assert rig.job.phase == "saving"
+    for worker in rig.members:
+        for ask in rig.told(worker, msg.Checkpoint):
+            rig.write(worker, ask.step)
+    leader = rig.members[0] if rig.members else 1
+    rig.starts.clear()
+    leave(rig, rig.hands[leader].node)
+    assert len(rig.starts) == 1
 
 
 def test_the_tail_of_another_is_not() -> None:

@@ -15,6 +15,7 @@ from perdure.core.job import Job
 from perdure.schema.plan import Record
 
 REDRAW_S = 0.2
+"""The line of progress is not drawn more often; agents count samples as often."""
 
 
 def shown(path: Path) -> str:
@@ -52,7 +53,8 @@ class Terminal:
             return
         now = time.monotonic()
         samples = sum(w.progress.samples for w in job.staff.workers.values() if w.progress is not None)
-        self._recent.append((now, samples))
+        if not self._recent or now - self._recent[-1][0] >= REDRAW_S:  # quick steps come between two counts
+            self._recent.append((now, samples))
         until = job.membership.shape.until if job.membership.shape is not None else 0
         rate = self._rate()
         failures = job.failures.count

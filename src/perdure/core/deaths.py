@@ -149,24 +149,23 @@ class Deaths:
 
     def one_sided_break(self, members: Sequence[Worker], now: float) -> None:
         """Whoever is at work on a step that another member's script will never begin waits for ever."""
-        current = self._office.membership.current
-        if current is None or current.stop:
-            return
         for gone in members:
             step = gone.finished
             if step is None or not gone.broke_off or gone.stopped:
                 continue
             for other in members:
                 at = other.progress
-                if other.finished is None and at and at.step > step and at.phase in ("compute", "reduce"):
+                inside = at is not None and at.step > step and at.phase in ("compute", "reduce")
+                if inside and other.finished is None and not other.stopped:
                     self._broke_off_alone(gone, step, other, now)
                     return
 
     def _broke_off_alone(self, gone: Worker, step: int, other: Worker, now: float) -> None:
         current = self._office.membership.current
         if current and other.id in current.joiners and other.began_at > step:
-            # It has come too late to do so as well: in a new generation it is told that the steps are over.
-            self._office.carry(self._office.membership.again(), now)
+            # It has come too late to do so as well; the state is the others'.
+            self._office.say(f"worker {other.id} came when the script left job.steps: not needed any more")
+            self._office.kill(other.id)
             return
         text = f"left job.steps by `break` after step {step}, worker {other.id} did not"
         if gone.began_at > other.began_at and gone.began_at >= step:

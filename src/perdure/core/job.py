@@ -461,6 +461,7 @@ class Job:
         if self._office.stopping and not self._plain.signalled:
             self._office.end(128 + self._office.stopping, self._saving.without())
             return
+        self._saving.keep_tail_going()
         restoring = self.staff.workers.get(self._restoring) if self._restoring is not None else None
         if restoring is None or restoring.stopped:
             self._restoring = None
@@ -485,7 +486,9 @@ class Job:
         """A worker that the agent had before this coordinator knew it."""
         if seen.worker in self.staff.workers:
             return
-        unopened = not self.membership.peers or not (self.membership.begun or self._restoring is not None)
+        of_before = seen.worker < self.settings.first_worker
+        opened = self.membership.begun or self._restoring is not None
+        unopened = not self.membership.peers or (of_before and not opened)
         fresh = self.phase == "gathering" and (unopened or self._rejoin.waits)
         slot = len(self.staff.on(hello.node))
         worker = Worker(seen.worker, hello.node, slot=slot, pid=seen.pid, joined=seen.joined)
@@ -495,12 +498,13 @@ class Job:
         if not fresh or seen.ready is None or seen.worker in self.settings.given_up:
             self._office.kill(seen.worker)
             return
-        if self.membership.shape not in (None, seen.ready.shape):
-            self.membership.shape = seen.ready.shape
-            for other in [w for w in self.staff.workers.values() if w.ready and not w.proven]:
-                self._deaths.unfit(other, "trains something else than those of before", now)
         self._rejoin.seen(seen.worker, now)
         worker.ready = worker.proven = True  # as far as can be known: it was at its first step
+        if self.membership.shape not in (None, seen.ready.shape):
+            self.membership.shape = seen.ready.shape
+            for other in list(self.staff.workers.values()):
+                if other.ready and not (other.proven or other.stopped):
+                    self._deaths.unfit(other, "trains something else than those of before", now)
         address = Address(seen.worker, hello.node, seen.ready.host, seen.ready.port)
         self.membership.ready(address, seen.ready.position, seen.ready.shape)
 

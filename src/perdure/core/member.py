@@ -486,7 +486,7 @@ class Member:
         assert plan is not None
         step = self.committed + 1
         planned = plan.base == self.committed
-        if plan.stop or step >= self.shape.until:
+        if plan.stop or self.broke_off or step >= self.shape.until:
             self.ended = True
             return [*self._say_finished(), Wake()]
         if planned:

@@ -35,6 +35,7 @@ class Saving:
         self._saves = 0
         self._last_step = -1
         self._leader: WorkerId | None = None
+        self._rerun: Vacancy | None = None
         self.in_tails = False
         """Whether the last state is in place, and scripts are run to their ends."""
         self.left_after = -1
@@ -46,6 +47,7 @@ class Saving:
 
     def restart(self, step: int) -> None:
         """Training begins after `step` (−1: anew)."""
+        self.in_tails = self.in_tails and step >= self._last_step
         self._carry(self._checkpoints.restart(step))
 
     def record(self, record: Record) -> None:
@@ -126,7 +128,7 @@ class Saving:
         office.phase = "saving"
         step = workers[members[0]].finished
         assert step is not None
-        self._last_step, self._leader = step, members[0]
+        self._last_step = step
         for record in [workers[w].last_record for w in members]:
             if record is not None:
                 self.record(record)  # P18: now all are known to have the last step
@@ -177,11 +179,11 @@ class Saving:
     def tails_lost(self, workers: Sequence[Worker]) -> None:
         """The node of these workers is gone: what only the leader does is done on another one."""
         office = self._office
-        if office.phase != "released" or office.exit_code or not (self.restorable and office.staff.nodes):
+        if office.phase != "released" or office.exit_code or not office.staff.nodes:
             return
         for worker in workers:
             if worker.id == self._leader:
-                office.say(f"worker {worker.id} led: what follows the loop is run again on another node")
+                office.say(f"worker {worker.id} led: what follows the loop is run again by another one")
                 self.tail_crashed(worker)
 
     def tail_crashed(self, worker: Worker) -> None:
@@ -195,10 +197,19 @@ class Saving:
         for other in office.staff.workers.values():
             if other.released:
                 office.membership.forget(other.id)
-        here = worker.node in office.staff.nodes
-        place = Vacancy(worker.node, worker.slot) if here else Vacancy(next(iter(office.staff.nodes)), 0)
-        office.hire(place)
+        self._rerun = Vacancy(worker.node, worker.slot)
         office.phase = "gathering"
+        self.keep_tail_going()
+
+    def keep_tail_going(self) -> None:
+        """Somebody is to run the tail that crashed: who was started for it may be lost as well."""
+        workers, nodes = self._office.staff.workers.values(), self._office.staff.nodes
+        if self._rerun is None or not nodes or any(not (w.released or w.stopped) for w in workers):
+            return
+        if self._rerun.node not in nodes:
+            home = self._office.settings.home_node  # the checkpoints are there
+            self._rerun = Vacancy(home if home in nodes else next(iter(nodes)), 0)
+        self._office.hire(self._rerun)
 
     def _save(self, step: int, writer: WorkerId) -> None:
         self._carry(self._checkpoints.final(step, writer))
@@ -212,7 +223,8 @@ class Saving:
     def _release(self) -> None:
         """Members run the rest of their scripts; workers that only waited are ended."""
         office = self._office
-        office.phase, self.in_tails = "released", True
+        office.phase, self.in_tails, self._rerun = "released", True, None
+        self._leader = next(iter(office.membership.members), None)
         for worker in office.staff.workers.values():
             if worker.ending:
                 pass  # in a moment it is known how it ended

@@ -455,6 +455,7 @@ class Job:
                 where = TracebackType(None, left, left.f_lasti, left.f_lineno)
                 raise UsageError(_left_early(step)).with_traceback(where)
             if step.complete:
+                runtime.member.broke_off = True
                 self._commit(runtime, step)
             with runtime.lock:
                 runtime.perform(runtime.member.stop_here())

@@ -20,9 +20,6 @@ from torch import nn
 
 from perdure.schema.errors import ProtectError
 
-LARGE_BYTES = 1 << 18
-"""Larger buffers than this are no running statistics, which torch changes without counting it."""
-
 
 @dataclass(eq=False)
 class Slot:
@@ -43,7 +40,7 @@ class Slot:
 
     def settle(self, home: torch.Tensor) -> None:
         """What is there now is what a step begins with."""
-        self.home, self.version = home, home._version
+        self.home, self.version = home, count(home)
 
     @property
     def persistent(self) -> bool:
@@ -69,23 +66,14 @@ class Slot:
         return self.module._buffers.get(self.key)
 
     @property
-    def keeps_value(self) -> bool:
-        """Whether a tensor that is there now in place of the home is as good."""
-        live = self.now
-        return live is self.home or (
-            live is not None and form_of(live) == self.form and _equal(live, self.home)
-        )
+    def is_as_noted(self) -> bool:
+        """Whether what is there now is the home, not written into as far as torch counts, or as good."""
+        return same(self.now, self.home, self.version)
 
     def put(self, value: torch.Tensor) -> None:
         """Let it have this value, in its home."""
         self.home.copy_(value)
         self.module._buffers[self.key] = self.home
-        self.version = self.home._version
-
-    @property
-    def is_as_put(self) -> bool:
-        """Whether nothing has happened to it since that was noted, as far as torch counts."""
-        return self.now is self.home and self.home._version == self.version
 
 
 class Buffers:
@@ -115,15 +103,11 @@ class Buffers:
             slot.settle(slot.home if now is None else now)
             slot.form = form_of(slot.home)
 
-    def put_back(self, again: bool = False) -> None:
-        """Make the live values the committed ones; `again`: they were so a micro-batch ago.
-
-        Then large ones (a mask) are left alone unless something was done to them.
-        """
+    def put_back(self) -> None:
+        """Make the live values the committed ones."""
         with torch.no_grad():
             for slot, value in zip(self._changing, self._committed, strict=True):
-                if not (again and slot.home.nbytes > LARGE_BYTES and slot.is_as_put):
-                    slot.put(value)
+                slot.put(value)
 
     def committed(self) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
         """(id of the module, key) of each buffer → its home and its committed value."""
@@ -175,23 +159,14 @@ class Buffers:
                     live.copy_(value)
                     slot.module._buffers[slot.key] = live
 
-    def check_replaced(self) -> None:
-        """Raise if a forward pass of this step put something else in place of a constant buffer."""
-        for slot in self._constant:
-            if not slot.keeps_value:
-                raise ProtectError(
-                    f"the forward pass replaced the buffer {slot.name}, which is not in the state_dict, so "
-                    "it would differ between workers: register it with persistent=True; let a cache "
-                    "that grows be as long as it gets, by one forward pass, before job.steps begins"
-                )
-
     def check(self) -> None:
-        """Raise if a forward pass changed a buffer that is not in the state_dict."""
+        """Raise if a buffer that is not in the state_dict is not what it was when the step began."""
         for slot in self._constant:
-            if slot.home._version != slot.version:
+            if not slot.is_as_noted:
                 raise ProtectError(
-                    f"the forward pass changed the buffer {slot.name}, which is not in the state_dict, so it "
-                    "would differ between workers: register it with persistent=True"
+                    f"the buffer {slot.name} was changed in a step (by a forward pass?), and is not in the "
+                    "state_dict, so it would differ between workers: register it with persistent=True; let a "
+                    "cache that grows be as long as it gets, by one forward pass, before job.steps begins"
                 )
 
 
@@ -200,6 +175,16 @@ def form_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def count(tensor: torch.Tensor | None) -> int:
+    """How often it was written into, as far as torch counts; it does not for inference tensors."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def same(now: torch.Tensor | None, before: torch.Tensor | None, version: int) -> bool:
+    """Whether a buffer is what it was, of this version, or another tensor of the same form and values."""
+    if count(before) != version or now is None or before is None:
+        return now is before and count(before) == version
+    if now is before:
+        return True
     with torch.no_grad():
-        return torch.equal(one, other)
+        return form_of(now) == form_of(before) and torch.equal(now, before)

@@ -204,7 +204,7 @@ class Runtime:
         first = shape.run(shape.block(micro_batch)).first
         extends = any(run.first == first and run.stop == micro_batch for run in work.held)
         start = first if extends or micro_batch == first else micro_batch
-        self.training.begin(start, extends, in_order=extends and shape.block(micro_batch) == 0)
+        self.training.begin(start, in_order=extends and shape.block(micro_batch) == 0)
         self.page.write(Phase.DATA, step, micro_batch, self._samples)
 
     def compute_begins(self, micro_batch: int, samples: int) -> None:
@@ -292,7 +292,8 @@ class Runtime:
             records, last = dict(self.member.records), self.member.committed
             if last in records and not (self.member.committing or self.member.healing):
                 with contextlib.suppress(Exception):  # the state itself may be what the error is about
-                    self.training.buffers.put_back()  # the forward pass that failed may have changed them
+                    if threading.current_thread() is threading.main_thread():
+                        self.training.buffers.put_back()  # the forward that failed may have changed them
                     records[last] = with_digest(records[last], self.training.digest(last))
             return tuple(records[step] for step in sorted(records))
         finally:

@@ -128,7 +128,7 @@ class Step:
         self._runtime.training.unchanged.check(self._where)
         if self._runtime.last_in_queue():  # before others learn of a state that differs
             self._runtime.training.bystanders.check(f"step {self.index}")
-            self._runtime.training.buffers.check_replaced()
+            self._runtime.training.buffers.check()
         if hooks.violated or (self._told_early and self._calls != 1):
             hooks.steady = False
             self._runtime.unfit()

@@ -81,14 +81,14 @@ class Training:
         ]
         return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
-    def begin(self, first: int, extends: bool, in_order: bool) -> None:
-        """Make ready for a micro-batch of the run from `first` on: its first or one that `extends` it.
+    def begin(self, first: int, in_order: bool) -> None:
+        """Make ready for a micro-batch of the run that starts at `first`.
 
         It begins with the committed buffers, unless it comes `in_order` after another one of block 0: where a
         block is not computed by one worker alone, its bits would depend on who computes what.
         """
         if not in_order:
-            self.buffers.put_back(again=extends)
+            self.buffers.put_back()
         self.leaves.bind(first)
 
     def protects_scaler(self, scaler: object) -> bool:

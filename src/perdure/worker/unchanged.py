@@ -18,7 +18,7 @@ import torch
 from perdure.schema.errors import UsageError
 from perdure.state.layout import canonical
 from perdure.state.tree import encode
-from perdure.worker.buffers import Slot
+from perdure.worker.buffers import Slot, count, same
 
 AROUND = "that belongs before or after the loop over the step"
 FROM_DEFAULTS = (
@@ -124,14 +124,13 @@ class Bystanders:
 
     def note(self) -> None:
         """The loop over a step begins."""
-        self._buffers = [_seen(slot) for slot in self._still]
+        self._buffers = [(slot.now, count(slot.now)) for slot in self._still]
         self._values = {name: _value(name, thing) for name, thing in self._things.items()}
 
     def check(self, where: str) -> None:
         """This worker's part of the loop is done, as far as is known. Raises UsageError after a change."""
         for slot, (buffer, version) in zip(self._still, self._buffers, strict=True):
-            now, count = _seen(slot)
-            if now is not buffer or count != version:
+            if not same(slot.now, buffer, version):
                 raise UsageError(
                     f"{where}: a forward inside `for … in step` changed the buffer {slot.name}, of a module "
                     "of which no parameter is trained: call its eval(), or protect it and the trained model "
@@ -147,11 +146,6 @@ class Bystanders:
                 )
 
 
-def _seen(slot: Slot) -> tuple[torch.Tensor | None, int]:
-    buffer = slot.now
-    return buffer, -1 if buffer is None or buffer.is_inference() else buffer._version
-
-
 def _value(name: str, thing: object) -> bytes:
     if isinstance(thing, torch.Generator):
         return thing.get_state().numpy().tobytes()
@@ -164,4 +158,10 @@ def _value(name: str, thing: object) -> bytes:
     else:
         assert isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
         state = thing.state_dict()
-    return canonical({name: encode(state, name, lambda _, tensor: {"version": str(tensor._version)})})
+    return canonical({name: encode(state, name, _rate)})
+
+
+def _rate(_: str, tensor: torch.Tensor) -> dict[str, str]:
+    """A learning rate may be a tensor, written into or replaced; one on a device is not waited for."""
+    value = tensor.item() if tensor.numel() == 1 and tensor.device.type == "cpu" else ""
+    return {"tensor": f"{count(tensor)} {value!r}"}
