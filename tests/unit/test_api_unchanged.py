@@ -214,6 +214,19 @@ def test_a_constant_that_forward_makes_anew_is_one_and_a_cache_that_grows_is_not
         Training(other, Cache(1)).loop(lambda step, loss: step.backward(loss))
 
 
+@pytest.mark.parametrize("length", [4, 8])
+def test_a_commit_may_replace_a_constant_by_one_of_its_form(job: perdure.Job, length: int) -> None:
+    training = Training(job, Cache(0))
+    steps = training.after_its_loop()
+    next(steps)
+    training.model.cosines = torch.full((length,), 2.0)
+    if length == 4:
+        assert next(steps, None) is None
+    else:
+        with pytest.raises(ProtectError, match=r"model\.cosines was changed in a step"):
+            next(steps)
+
+
 def test_a_buffer_in_the_state_dict_keeps_its_form(job: perdure.Job) -> None:
     model = nn.Sequential(nn.Linear(12, 4), Centre(), nn.Linear(4, 1))
 

@@ -367,7 +367,7 @@ class Deaths:
             return
         self._lost(worker.id, now, doing)
         self._saving.save_again()
-        if not begun:
+        if not begun and not (worker.ready and death.kind == "signal"):
             self._start_failed(worker, death, now)
 
     def _lost(self, worker: WorkerId, now: float, doing: Doing | None = None) -> None:

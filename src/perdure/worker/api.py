@@ -390,7 +390,7 @@ class Job:
         step.over = True
         if self._desk is not None:
             self._desk.forget()
-        runtime.training.buffers.check()
+        runtime.training.buffers.check(in_commit=True)
         runtime.commit_ended(record)
         self._checkpoint(runtime)
 
