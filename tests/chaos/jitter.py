@@ -34,9 +34,8 @@ class Late:
 
     def __call__(self) -> None:
         if self._random.random() < self._probability:
-            time.sleep(
-                LONGEST_S * self._random.random() ** 3
-            )  # the delay is what is tested; nothing waits by it
+            delay_s = LONGEST_S * self._random.random() ** 3
+            time.sleep(delay_s)  # the delay is what is tested; nothing waits by it
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same call, late."""
