@@ -90,6 +90,7 @@ def test_without_checkpoints_the_loss_of_the_leaders_tail_is_told() -> None:
     leave(rig, "a")
     assert rig.ended is not None
     assert (rig.ended.exit_code, "without checkpoints it cannot run again" in rig.ended.message) == (1, True)
+    assert not any("run again by another one" in line for line in rig.said)
 
 
 def test_who_leads_is_known_when_the_last_state_is_in_place() -> None:

@@ -461,7 +461,7 @@ class Job:
         if self._office.stopping and not self._plain.signalled:
             self._office.end(128 + self._office.stopping, self._saving.without())
             return
-        self._saving.keep_tail_going()
+        self._saving.keep_tail_going(now)
         restoring = self.staff.workers.get(self._restoring) if self._restoring is not None else None
         if restoring is None or restoring.stopped:
             self._restoring = None

@@ -183,7 +183,8 @@ class Saving:
             return
         for worker in workers:
             if worker.id == self._leader:
-                office.say(f"worker {worker.id} led: what follows the loop is run again by another one")
+                if self.restorable:
+                    office.say(f"worker {worker.id} led: what follows the loop is run again by another one")
                 self.tail_crashed(worker)
 
     def tail_crashed(self, worker: Worker) -> None:
@@ -199,9 +200,8 @@ class Saving:
                 office.membership.forget(other.id)
         self._rerun = Vacancy(worker.node, worker.slot)
         office.phase = "gathering"
-        self.keep_tail_going()
 
-    def keep_tail_going(self) -> None:
+    def keep_tail_going(self, now: float) -> None:
         """Somebody is to run the tail that crashed: who was started for it may be lost as well."""
         workers, nodes = self._office.staff.workers.values(), self._office.staff.nodes
         if self._rerun is None or not nodes or any(not (w.released or w.stopped) for w in workers):
@@ -209,7 +209,8 @@ class Saving:
         if self._rerun.node not in nodes:
             home = self._office.settings.home_node  # the checkpoints are there
             self._rerun = Vacancy(home if home in nodes else next(iter(nodes)), 0)
-        self._office.hire(self._rerun)
+        if now >= nodes[self._rerun.node].hire_from:
+            self._office.hire(self._rerun)
 
     def _save(self, step: int, writer: WorkerId) -> None:
         self._carry(self._checkpoints.final(step, writer))
