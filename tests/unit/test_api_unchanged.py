@@ -251,11 +251,32 @@ def test_evaluation_leaves_modules_that_are_not_trained_as_they_were(job: perdur
         assert centre.training
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_evaluation_leaves_constant_buffers_as_they_were(job: perdure.Job, in_place: bool) -> None:
+    """As a cache that grows with longer texts: each worker evaluates texts of its own."""
+    training = Training(job, Cache(0))
+    model: Any = training.model
+    validation = perdure.MicroBatches(Numbers(8), 4, 2)
+
+    def evaluate(batch: Any) -> dict[str, float]:
+        if in_place:
+            model.cosines.fill_(3)
+        else:
+            model.cosines = torch.full((9,), 3.0)
+        return {"a": 1.0}
+
+    for _ in training.after_its_loop():
+        job.evaluate(evaluate, validation)
+        assert model.cosines.tolist() == [1.0] * 4
+
+
 def test_what_was_made_under_inference_mode_may_be_frozen(job: perdure.Job) -> None:
     with torch.inference_mode():
         features = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
     job.protect(features=features)
-    Training(job).loop(lambda step, loss: step.backward(loss))
+    training, validation = Training(job), perdure.MicroBatches(Numbers(8), 4, 2)
+    for _ in training.after_its_loop():
+        job.evaluate(lambda batch: {"a": float(features(torch.ones(4, 12)).mean())}, validation)
 
 
 class Breaks(torch.autograd.Function):

@@ -149,15 +149,20 @@ class Buffers:
     @contextlib.contextmanager
     def spared(self) -> Iterator[None]:
         """What forward passes change meanwhile is put back, in modules that are not trained too."""
-        found = [(slot, slot.now) for slot in (*self._changing, *self._still)]
+        found = [(slot, slot.now) for slot in (*self._changing, *self._constant, *self._still)]
         kept = [(slot, live, live.detach().clone()) for slot, live in found if live is not None]
+        counts = [(slot, count(slot.home)) for slot in self._constant]
         try:
             yield
         finally:
             with torch.no_grad():
                 for slot, live, value in kept:
-                    live.copy_(value)
+                    with torch.inference_mode(live.is_inference()):
+                        live.copy_(value)
                     slot.module._buffers[slot.key] = live
+            for slot, before in counts:
+                if slot.version == before:
+                    slot.version = count(slot.home)  # that it was put back is no change
 
     def check(self, in_commit: bool = False) -> None:
         """Raise if a buffer that is not in the state_dict is not what it was when the step began.
