@@ -39,6 +39,7 @@ class SimAgent:
         self._down = Link(sim.world, sim.pace.control_s)
         self.coordinator: SimCoordinator | None = None
         self._unsent: list[msg.AgentMessage | tuple[WorkerId, msg.WorkerMessage]] = []
+        self.alive = True
         self.cut_until_s = 0.0
         self.connections = 0
 
@@ -47,6 +48,8 @@ class SimAgent:
     def connect(self) -> None:
         """Say hello to the coordinator that there is, or try again later."""
         coordinator = self.sim.coordinator
+        if not self.alive:
+            return
         if coordinator is None or self.sim.world.now < self.cut_until_s:
             self.sim.world.after(self.sim.world.chance.delay(self.sim.pace.retry_s), self.connect)
             return
@@ -65,6 +68,14 @@ class SimAgent:
         self._down.cut()
         self.coordinator = None
         self.sim.world.after(self.sim.world.chance.delay(self.sim.pace.retry_s), self.connect)
+
+    def die(self) -> None:
+        """The machine is gone: its workers with it, and what was still to be said."""
+        self.alive = False
+        for process in self.processes.values():
+            process.vanish()
+        self.processes.clear()
+        self.disconnect()
 
     def order(self, message: msg.StartWorker | msg.StopWorker) -> None:
         """Called by the coordinator: something to do here."""

@@ -36,6 +36,7 @@ class Durable:
     first_worker: WorkerId = 0
     blocks: int = 0
     given_up: tuple[WorkerId, ...] = ()
+    full: bool = False
 
 
 class SimCoordinator:
@@ -47,12 +48,13 @@ class SimCoordinator:
         self.agents: dict[str, SimAgent] = {}
         self.of: dict[WorkerId, SimAgent] = {}
         self.incarnation = self.next_incarnation()
-        durable = sim.durable
+        durable, elastic = sim.durable, sim.schedule.elastic
         settings = Settings(
             job="job",
             incarnation=self.incarnation,
             home_node="node 0",
-            min_nodes=max(sim.schedule.nodes, len(sim.agents)),
+            min_nodes=1 if elastic else max(sim.schedule.nodes, sum(agent.alive for agent in sim.agents)),
+            cut_off=elastic and self.incarnation > 1,
             checkpoint_every=sim.schedule.checkpoint_every,
             blocks=sim.shape.blocks,
             first_worker=durable.first_worker,
@@ -168,15 +170,19 @@ class SimCoordinator:
 
     def _publish(self, written: msg.CheckpointWritten) -> None:
         durable = self.sim.durable
-        path = f"step-{written.step}"
-        durable.checkpoints[path] = durable.partial.pop(written.partial)
-        durable.newest_first.insert(0, path)
-        self.sim.judge.published(written)
+        path, reason = f"step-{written.step}", "no space left" if durable.full else ""
+        state, durable.full = durable.partial.pop(written.partial), False
+        if reason:
+            path = ""
+        else:
+            durable.checkpoints[path] = state
+            durable.newest_first.insert(0, path)
+            self.sim.judge.published(written)
         delay = self.sim.world.chance.delay(self.sim.pace.control_s)
 
         def answer() -> None:
             if self.alive:
-                self._carry(self.job.published(written, path, "", self.sim.world.now))
+                self._carry(self.job.published(written, path, reason, self.sim.world.now))
 
         self.sim.world.after(delay, answer)
 

@@ -29,7 +29,8 @@ POINTS: dict[str, int] = {
 """Where a fault may strike, and about how often a run comes by there."""
 
 KINDS = ("crash", "crash", "crash", "crash", "other", "other", "leave", "leave", "stop", "grow", "restart",
-         "sever", "partition", "blip", "slow", "unfit", "corrupt")  # fmt: skip
+         "sever", "partition", "blip", "slow", "unfit", "corrupt", "raise", "raise", "machine",
+         "full")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Schedule:
     checkpoint_every: int
     seeded: bool
     evaluate: bool
+    elastic: bool = False
     quiet_s: float = 60.0
     bound_s: float = 800.0
 
@@ -118,6 +120,7 @@ def draw(
         checkpoint_every=chance.pick((0, 1, 2)),
         seeded=chance.flip(0.5),
         evaluate=chance.flip(0.3),
+        elastic=chance.flip(0.3),
     )
 
 
@@ -154,7 +157,7 @@ class Faults:
     @property
     def disturbing(self) -> bool:
         """Whether anything fired that may interrupt training."""
-        return any(fault.kind not in ("leave", "grow", "stop", "slow") for fault in self.fired)
+        return any(fault.kind not in ("leave", "grow", "stop", "slow", "full") for fault in self.fired)
 
     def _fire(self, fault: Fault, here: SimWorker | None) -> None:
         sim = self.sim
@@ -178,6 +181,9 @@ class Faults:
             "blip": lambda: sim.cut(victim.agent, 0.0),
             "unfit": lambda: self._unfit(victim),
             "corrupt": lambda: self._corrupt(victim),
+            "raise": victim.raises,
+            "machine": lambda: sim.lose_machine(victim.agent),
+            "full": sim.fill_disk,
         }
         sim.note("fault", str(fault), f"w{victim.id}")
         self.fired.append(fault)

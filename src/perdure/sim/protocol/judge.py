@@ -139,7 +139,7 @@ class Judge:
             elif reason not in ("switch", "stop") and not (self.sim.faults.disturbing or self._late_leaver):
                 self.wrong(f"generation {fields['generation']} interrupts training without a fault")
         elif name == "fault_detected" and fields["kind"] == "hang":
-            network = {"partition", "blip", "sever"}
+            network = {"partition", "blip", "sever", "machine"}
             if not any(fault.kind in network for fault in self.sim.faults.fired):
                 self.wrong(f"G3: w{fields['worker']} is ended as if it hung: {fields['message']}")
         elif name == "refused_step":
@@ -200,7 +200,7 @@ class Judge:
     def ended(self, exit_code: int, message: str) -> None:
         """P17: all steps are written, the last state is saved, everybody is done."""
         sim, durable = self.sim, self.sim.durable
-        cut = any(fault.kind in ("partition", "blip") for fault in sim.faults.fired)
+        cut = any(fault.kind in ("partition", "blip", "machine") for fault in sim.faults.fired)
         alone = cut and message == "every node is lost"
         no_checkpoint = not sim.schedule.checkpoint_every and "without checkpoints" in message
         living = any(self.counts(worker) and worker.member.committed >= 0 for worker in sim.workers.values())

@@ -206,7 +206,7 @@ class Simulation:
     def grow(self) -> bool:
         """Another node joins. A coordinator that has just started first finds the old ones."""
         known = self.coordinator.agents if self.coordinator is not None else {}
-        if len(self.agents) > 3 or len(known) < len(self.agents):
+        if len(self.agents) > 3 or len(known) < sum(agent.alive for agent in self.agents):
             return False
         self.world.after(0.0, lambda: self._enter(len(self.agents)))
         return True
@@ -225,10 +225,32 @@ class Simulation:
         self.coordinator = self.rig.coordinator(self)
         self.note("coordinator", f"starts as incarnation {self.durable.incarnation}")
 
+    def lose_machine(self, agent: SimAgent) -> bool:
+        """A machine is gone for good, not the coordinator's own; in a while there is another one."""
+        coordinator = self.coordinator
+        if agent is self.agents[0] or not agent.alive or self.ending:
+            return False
+        for worker in agent.processes.values():
+            worker.excluded = True
+        agent.die()
+        if coordinator is not None:
+            connection = agent.connections
+            delay = self.world.chance.delay(self.pace.control_s)
+            self.world.after(delay, lambda: coordinator.lose(agent, connection))
+        self.world.after(self.world.chance.between(0.0, 10.0), lambda: self._enter(len(self.agents)))
+        return True
+
+    def fill_disk(self) -> bool:
+        """The next checkpoint finds no room."""
+        if self.durable.full or not self.schedule.checkpoint_every:
+            return False
+        self.durable.full = True
+        return True
+
     def cut(self, agent: SimAgent, for_s: float) -> bool:
         """A node is out of the coordinator's reach for a while; its workers live on."""
         coordinator = self.coordinator
-        if coordinator is None or self.ending:
+        if coordinator is None or self.ending or not agent.alive:
             return False
         agent.cut_until_s = self.world.now + for_s
         agent.disconnect()

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Thread = Generator[float | None]
 
+CLEANING_S = 0.3
+"""What an interpreter does between the exception and its end."""
+
 
 class SimWorker:
     """One training process."""
@@ -43,6 +46,8 @@ class SimWorker:
         self.healing = sim.rig.healing(self)
         self.leaving = False
         self.excluded = False
+        self._fails = False
+        self._failed = False
         self.corrupt = False
         self.healed_late = False
         self.unfit: int | None = None
@@ -72,17 +77,38 @@ class SimWorker:
     def die(self) -> None:
         """End at once, as by SIGKILL."""
         if self.alive:
-            self.alive = False
-            self.sim.note(f"w{self.id}", "dies")
-            self.sim.fabric.die(self.id)
+            self.vanish()
             self.agent.exited(self.id, None)
 
-    def exit(self) -> None:
-        """The script is through."""
+    def vanish(self) -> None:
+        """Be no more; nobody tells of it."""
         self.alive = False
-        self.sim.note(f"w{self.id}", "exits")
+        self.sim.note(f"w{self.id}", "dies")
         self.sim.fabric.die(self.id)
-        self.agent.exited(self.id, 0)
+
+    def exit(self, code: int = 0) -> None:
+        """The script is through, or has failed."""
+        self.alive = False
+        self.sim.note(f"w{self.id}", f"exits with {code}" if code else "exits")
+        self.sim.fabric.die(self.id)
+        self.agent.exited(self.id, code)
+
+    def raises(self) -> bool:
+        """Have the script raise as soon as its thread is at work again."""
+        if self._fails:
+            return False
+        self._fails = True
+        self.wake()
+        return True
+
+    def _fail(self) -> None:
+        """Tell of the exception at once; until the process ends the other threads go on."""
+        self._failed = True
+        self.excluded = True
+        where = f"train.py:{self.sim.next_number()}"  # never the same one: that would be a crash loop
+        records = tuple(self.member.records.values())
+        self.tell(msg.Crashed("ValueError", where, f"ValueError at {where}", 1, records=records))
+        self.sim.world.after(self.sim.world.chance.delay(CLEANING_S), self.guarded(partial(self.exit, 1)))
 
     def guarded(self, call: Callable[[], None]) -> Callable[[], None]:
         """Something that this process does later, if it still lives."""
@@ -102,6 +128,10 @@ class SimWorker:
             )
 
     def _resume(self) -> None:
+        if self._fails and not self._failed:
+            self._fail()
+        if self._failed:
+            return
         for pause_s in self._main:
             if pause_s is None:
                 self._waits = True
