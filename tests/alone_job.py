@@ -30,10 +30,10 @@ class Training:
                 body(step, (self.model(x) - y).square().mean())
             self.optimizer.step()
 
-    def after_its_loop(self) -> Iterator[Any]:
-        """One step, handed out where its commit is."""
+    def after_its_loop(self, steps: int = 1) -> Iterator[Any]:
+        """Steps, each handed out where its commit is."""
         self.job.protect(model=self.model, optimizer=self.optimizer)
-        for step in self.job.steps(self.batches, until=1):
+        for step in self.job.steps(self.batches, until=steps):
             for x, _, _ in step:
                 step.backward(self.model(x).mean())
             yield step

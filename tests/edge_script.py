@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from edge_tasks import Losses
 from perdure.worker import heal
 from reference import state_digest
 from train_task import Diary
+
+KEPT: list[Any] = []
+"""What lives until the interpreter ends."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -40,6 +44,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--flip", type=int, default=-1, metavar="STEP", help="a bit of the first donor")
     parser.add_argument("--raise", dest="raises", default="", metavar="STEP", help="in its commit")
     parser.add_argument("--break", dest="breaks", type=int, default=-1, metavar="STEP", help="after it")
+    parser.add_argument("--hold", action="store_true", help="keep a name for the loop's iterator")
     parser.add_argument("--evaluate", action="store_true", help="after each step")
     parser.add_argument("--print-values", action="store_true", help="losses, evaluations, peak memory")
     parser.add_argument("--kill-evaluation", type=int, default=-1, metavar="SAMPLE", help="when it comes")
@@ -97,7 +102,7 @@ def train(args: argparse.Namespace) -> None:
     counter = 0
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    for step in job.steps(batches, until=args.steps):
+    for step in _held(job.steps(batches, until=args.steps), args.hold):
         for batch in step:
             time.sleep(args.pace_ms / 1000)  # stands for computing: a replacement needs steps to join in
             shares.write(step.index, step.micro_batch, ",".join(map(str, step.sample_ids)))
@@ -136,6 +141,12 @@ def train(args: argparse.Namespace) -> None:
         print("grew", memory("VmHWM") - before)
     print(f"tail of {os.getpid()}, leader {job.leader}", flush=True)
     _end(args)
+
+
+def _held(loop: Iterator[Any], hold: bool) -> Iterator[Any]:
+    if hold:
+        KEPT.append(loop)
+    return loop
 
 
 def _end(args: argparse.Namespace) -> None:

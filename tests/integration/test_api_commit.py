@@ -68,6 +68,18 @@ def test_break_is_a_clean_end(tmp_path: Path) -> None:
     assert sorted(digests(tmp_path)) == [0, 1, 2, 3]
 
 
+def test_break_is_a_clean_end_also_if_the_script_keeps_the_iterator(tmp_path: Path) -> None:
+    """As a progress bar around it does. The loop ends with the script then; one dies on the way there."""
+    launched = run(
+        tmp_path, SCRIPT, "mlp", "--notes", tmp_path, "--blocks", 4, "--steps", 9, "--break", 3, "--hold",
+        "--tail", "kill", options=["--nproc-per-node", 2],
+    )  # fmt: skip
+    assert launched.steps() == [0, 1, 2, 3]
+    assert [event["signal"] for event in launched.events("fault_detected")] == [9]
+    assert launched.events("checkpoint_written")[-1]["step"] == 3
+    assert sorted(digests(tmp_path)) == [0, 1, 2, 3]
+
+
 def test_a_tail_that_is_run_again_after_a_break_does_not_train_on(tmp_path: Path) -> None:
     launched = run(
         tmp_path, SCRIPT, "mlp", "--notes", tmp_path, "--blocks", 4, "--steps", 9, "--break", 3,

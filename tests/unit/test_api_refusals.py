@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,8 +313,50 @@ def test_a_parameter_that_was_frozen_when_the_loop_began(job: perdure.Job) -> No
         step.backward(loss)
         training.model.bias.requires_grad_(True)
 
-    with pytest.raises(ProtectError, match=r"than when job\.steps began \(1 new, [01] gone\)"):
+    with pytest.raises(ProtectError, match=r"^protected parameters require gradients now .*\(1\): .* freeze"):
         training.loop(body)
+
+
+def test_a_parameter_may_be_frozen_for_a_time(job: perdure.Job) -> None:
+    """What the refusal above advises."""
+    training = Training(job)
+    assert isinstance(training.model, nn.Linear)
+    bias = training.model.bias
+    before = bias.detach().clone()
+    job.protect(model=training.model, optimizer=training.optimizer)
+    for step in job.steps(training.batches, until=3):
+        bias.requires_grad_(step.index == 2)
+        for x, y, _ in step:
+            step.backward((training.model(x) - y).square().mean())
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        assert bias.equal(before) is (step.index < 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("module", "since job.steps began another module was put in the place of model.frozen: change"),
+        ("parameter", r"have other parameters than when job\.steps began \(1 new, 1 gone\)"),
+        ("group", r"optimizer has groups of \[2, 2\] parameters and had \[2\]: add every group before"),
+    ],
+)
+def test_parts_that_a_script_started_anew_would_not_have(job: perdure.Job, change: str, text: str) -> None:
+    """At once, not when a joiner or a later run cannot take the state."""
+    training = Training(job, nn.Sequential(nn.Linear(12, 1)))
+    model: Any = training.model
+    model.frozen = nn.Linear(1, 1).requires_grad_(False)
+    training.optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    steps = training.after_its_loop(steps=3)
+    next(steps)
+    if change == "module":
+        model.frozen = copy.deepcopy(model.frozen)
+    elif change == "parameter":
+        model.frozen.weight = nn.Parameter(torch.ones(1, 1), requires_grad=False)
+    else:
+        training.optimizer.add_param_group({"params": list(model.frozen.parameters())})
+    with pytest.raises(ProtectError, match=text):
+        list(steps)
 
 
 def test_a_parameter_that_comes_after_the_loop_began(job: perdure.Job) -> None:

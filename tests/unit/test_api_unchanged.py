@@ -14,9 +14,7 @@ from torch import nn
 
 import perdure
 from alone_job import Training
-from perdure.schema.errors import ProtectError, UsageError
-from perdure.worker import api
-from tasks import Numbers
+from perdure.schema.errors import UsageError
 
 
 def _zero_before(training: Training, step: Any, loss: torch.Tensor) -> None:
@@ -162,121 +160,6 @@ def test_a_frozen_part_of_a_trained_model_may_be_protected_by_itself(job: perdur
     backbone = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4)).requires_grad_(False)
     job.protect(backbone=backbone)
     Training(job, nn.Sequential(backbone, nn.Linear(4, 1))).loop(lambda step, loss: step.backward(loss))
-
-
-class Centre(nn.Module):
-    """Its forward replaces a buffer; the memory of one that is gone may be used again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centre", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.centre = self.centre + x.detach().mean()
-        return x - self.centre[:4]
-
-
-@pytest.mark.parametrize("forwards", [1, 2, 3])
-def test_a_teacher_that_replaces_a_buffer_is_found_out_however_often(job: perdure.Job, forwards: int) -> None:
-    training, centre = Training(job), Centre()
-    job.protect(centre=centre)
-
-    def body(step: Any, loss: torch.Tensor) -> None:
-        step.backward(loss)
-        for _ in range(forwards):
-            centre(torch.ones(4))
-
-    with pytest.raises(UsageError, match=r"step 0: .*changed the buffer centre\.centre"):
-        training.loop(body)
-
-
-class Cache(nn.Module):
-    """A constant that its forward makes anew, `grows` longer than it was."""
-
-    def __init__(self, grows: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 1)
-        self.grows = grows
-        self.register_buffer("cosines", torch.ones(4), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.cosines = torch.ones(len(self.cosines) + self.grows)
-        return self.linear(x) * self.cosines[0]
-
-
-def test_a_constant_that_forward_makes_anew_is_one_and_a_cache_that_grows_is_not(job: perdure.Job) -> None:
-    Training(job, Cache(0)).loop(lambda step, loss: step.backward(loss))
-    api._joined = None
-    other = perdure.join(seed=0)
-    with pytest.raises(
-        ProtectError, match=r"the buffer model\.cosines was changed in a step.*before job.steps begins"
-    ):
-        Training(other, Cache(1)).loop(lambda step, loss: step.backward(loss))
-
-
-@pytest.mark.parametrize("length", [4, 8])
-def test_a_commit_may_replace_a_constant_by_one_of_its_form(job: perdure.Job, length: int) -> None:
-    training = Training(job, Cache(0))
-    steps = training.after_its_loop()
-    next(steps)
-    training.model.cosines = torch.full((length,), 2.0)
-    if length == 4:
-        assert next(steps, None) is None
-    else:
-        with pytest.raises(ProtectError, match=r"model\.cosines was changed in a step"):
-            next(steps)
-
-
-def test_a_buffer_in_the_state_dict_keeps_its_form(job: perdure.Job) -> None:
-    model = nn.Sequential(nn.Linear(12, 4), Centre(), nn.Linear(4, 1))
-
-    def body(step: Any, loss: torch.Tensor) -> None:
-        step.backward(loss)
-        model[1].centre = torch.zeros(7)
-
-    with pytest.raises(
-        ProtectError, match=r"buffer model\.1\.centre was torch\.float32\[4\] on cpu and is .*\[7\]"
-    ):
-        Training(job, model).loop(body)
-
-
-def test_evaluation_leaves_modules_that_are_not_trained_as_they_were(job: perdure.Job) -> None:
-    training, centre = Training(job), Centre()
-    job.protect(centre=centre)
-    validation = perdure.MicroBatches(Numbers(8), 4, 2)
-    for _ in training.after_its_loop():
-        before = centre.centre
-        job.evaluate(lambda batch: {"a": float(centre.eval()(batch[1][:4, 0]).mean())}, validation)
-        assert centre.centre is before
-        assert centre.training
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_evaluation_leaves_constant_buffers_as_they_were(job: perdure.Job, in_place: bool) -> None:
-    """As a cache that grows with longer texts: each worker evaluates texts of its own."""
-    training = Training(job, Cache(0))
-    model: Any = training.model
-    validation = perdure.MicroBatches(Numbers(8), 4, 2)
-
-    def evaluate(batch: Any) -> dict[str, float]:
-        if in_place:
-            model.cosines.fill_(3)
-        else:
-            model.cosines = torch.full((9,), 3.0)
-        return {"a": 1.0}
-
-    for _ in training.after_its_loop():
-        job.evaluate(evaluate, validation)
-        assert model.cosines.tolist() == [1.0] * 4
-
-
-def test_what_was_made_under_inference_mode_may_be_frozen(job: perdure.Job) -> None:
-    with torch.inference_mode():
-        features = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)
-    job.protect(features=features)
-    training, validation = Training(job), perdure.MicroBatches(Numbers(8), 4, 2)
-    for _ in training.after_its_loop():
-        job.evaluate(lambda batch: {"a": float(features(torch.ones(4, 12)).mean())}, validation)
 
 
 class Breaks(torch.autograd.Function):

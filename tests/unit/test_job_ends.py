@@ -517,6 +517,33 @@ def test_what_a_dead_worker_says_changes_nothing() -> None:
     assert rig.publish == []
 
 
+def test_a_break_of_all_before_the_first_step_is_a_clean_end() -> None:
+    rig = training(workers=2, steps=0)
+    for worker in rig.members:
+        rig.say(worker, msg.Finished(-1, digest(-1), None, by_itself=True))
+    assert [rig.told(worker, msg.Release)[0].exit_code for worker in (0, 1)] == [0, 0]
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("resumed", [-1, 2])
+def test_a_break_that_not_all_take_before_their_first_step_ends_the_run_too(gone: int, resumed: int) -> None:
+    rig = Rig(checkpoints=() if resumed < 0 else ("/c/2",), last_step=resumed, blocks=2)
+    rig.restored = resumed
+    rig.hello(workers=2)
+    rig.started()
+    rig.serve()
+    step, other, current = resumed, rig.members[1 - gone], rig.job.membership.current
+    assert current is not None
+    assert current.base == step
+    rig.say(other, msg.Computed(current.generation, step + 1, 1))
+    rig.say(rig.members[gone], msg.Finished(step, digest(step), None, by_itself=True))
+    rig.job.status(msg.Status((msg.Progress(other, 1000, "compute", step + 1, 1, 0),)))
+    rig.wait(0.1)
+    assert rig.ended is not None
+    assert rig.ended.exit_code == 4
+    assert f"left job.steps by `break` after step {step}, worker {other} did not" in rig.ended.message
+
+
 def test_a_break_that_not_all_workers_take_ends_the_run_and_says_so() -> None:
     rig = training(workers=2)
     rig.say(0, msg.Finished(1, "d1", None, by_itself=True))

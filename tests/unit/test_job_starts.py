@@ -236,6 +236,26 @@ def test_workers_that_cannot_be_started_beside_others_are_tried_again_with_pause
     assert rig.starts, "after a start that went well there is no pause"
 
 
+def test_workers_that_are_killed_as_they_join_are_replaced_at_once_but_not_for_ever() -> None:
+    """As for lack of memory, when they take the state."""
+    rig = training(workers=2)
+    rig.kill(1)
+    rig.serve()
+    pauses = []
+    for life in range(2, 12):
+        rig.started()
+        asked = rig.now
+        rig.exit(life, signum=9)
+        while not rig.starts:
+            rig.wait(0.05)
+        pauses.append(round(rig.now - asked, 1))
+        rig.serve()
+    assert pauses[:3] == [0] * 3
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 5.0
+    assert rig.ended is None
+
+
 def test_a_node_that_trains_something_else_is_turned_away_and_the_others_go_on() -> None:
     rig = training(workers=2)
     rig.hello("b", workers=2)

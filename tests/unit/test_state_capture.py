@@ -351,6 +351,61 @@ def test_a_tie_on_one_side_only_is_refused() -> None:
         joiner.restore(donor.description(), donor.snapshot().tensors)
 
 
+class Curriculum(nn.Module):
+    """Its buffer and a parameter are now one, now the other of what the script keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks = [torch.zeros(3), torch.ones(3)]
+        self.register_buffer("mask", self.masks[0])
+        self.prompts = [torch.full((2,), 5.0), torch.full((2,), 6.0)]
+        self.prompt = nn.Parameter(self.prompts[0], requires_grad=False)
+        self.own = nn.Parameter(torch.randn(3))
+
+    def turn(self, stage: int) -> None:
+        self.mask = self.masks[stage % 2]
+        self.prompt.data = self.prompts[stage % 2]
+
+
+@pytest.mark.parametrize("prompt", ["model.prompt", "a_optimizer.parameters.0"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_a_script_keeps_by_another_name_is_not_written_into(stage: int, prompt: str) -> None:
+    def make() -> tuple[Any, ProtectedState]:
+        model: Any = Curriculum()
+        optimizer = {"a_optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        return model, ProtectedState({"model": model} | (optimizer if "optimizer" in prompt else {}))
+
+    (source, donor), (target, joiner) = make(), make()
+    source.turn(stage)
+    copied, own = donor.snapshot(), target.own.data_ptr()
+    assert copied.description.moved == (tuple(sorted(("model.mask", prompt))) if stage else ())
+    assert (prompt in joiner.landing(copied.description)) is (stage == 0)
+    joiner.restore(copied.description, copied.tensors)
+    assert joiner.digest() == donor.digest()
+    assert target.own.data_ptr() == own
+    for later in range(3):
+        source.turn(later)
+        target.turn(later)
+        assert joiner.digest() == donor.digest()
+
+
+def test_ties_that_came_or_went_are_healed() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(3)))
+        model[1].running_mean = model[0].running_mean
+        return model
+
+    source, target = make(), make()
+    donor, joiner = ProtectedState({"model": source}), ProtectedState({"model": target})
+    source[1].running_mean = torch.ones(2)
+    source[2].running_mean = source[0].running_mean
+    copied = donor.snapshot()
+    joiner.restore(copied.description, copied.tensors)
+    assert joiner.digest() == donor.digest()
+    means = [norm.running_mean for norm in target]
+    assert (means[2] is means[0], means[1] is means[0]) == (True, False)
+
+
 class Odd(nn.Module):
     """Memory of every shape.
 

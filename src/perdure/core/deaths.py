@@ -162,13 +162,15 @@ class Deaths:
 
     def _broke_off_alone(self, gone: Worker, step: int, other: Worker, now: float) -> None:
         current = self._office.membership.current
-        if current and other.id in current.joiners and other.began_at > step:
+        took_part = gone.proven or gone.began_at <= step
+        if current and other.id in current.joiners and other.began_at > step and took_part:
             # It has come too late to do so as well; the state is the others'.
             self._office.say(f"worker {other.id} came when the script left job.steps: not needed any more")
             self._office.kill(other.id)
             return
         text = f"left job.steps by `break` after step {step}, worker {other.id} did not"
-        if gone.began_at > other.began_at and gone.began_at >= step:
+        other_did = other.proven or other.began_at <= step
+        if gone.began_at > other.began_at and gone.began_at >= step and other_did:
             self.unfit(gone, text, now)  # its first step: it may be its script that is another
             return
         advice = "let all workers decide alike, by step.loss or what job.evaluate returned"
@@ -187,7 +189,8 @@ class Deaths:
         office, node = self._office, self._office.staff.nodes.get(worker.node)
         if node is None:
             return
-        node.start_failed(worker.id, office.staff.first_id - 1, now)
+        killed = worker.ready and death.kind == "signal"
+        node.start_failed(worker.id, office.staff.first_id - 1, now, killed)
         at_work = any(other.proven for other in office.staff.on(node.name))
         if (
             office.in_training
@@ -367,7 +370,7 @@ class Deaths:
             return
         self._lost(worker.id, now, doing)
         self._saving.save_again()
-        if not begun and not (worker.ready and death.kind == "signal"):
+        if not begun:
             self._start_failed(worker, death, now)
 
     def _lost(self, worker: WorkerId, now: float, doing: Doing | None = None) -> None:

@@ -16,7 +16,8 @@ IN_A_ROW_MAX = 2
 
 CAUSE = (
     "workers that took their state from a peer differed from it after their first step, twice in a row: "
-    "the script keeps state that job.protect does not know (an average, a counter, a generator of its own) "
+    "the script keeps state that job.protect does not know (an average, a counter, a generator or an "
+    "optimizer made later) "
     "and that decides what a step does; protect it too"
 )
 

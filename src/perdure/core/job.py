@@ -132,8 +132,7 @@ class Job:
             self.staff.nodes[hello.node] = node
             if not hello.seen:
                 self._rejoin.expect(now)
-            if (missing := self.settings.min_nodes - len(self.staff.nodes)) > 0:
-                self._office.say(f"waiting for {missing} more node{'s' if missing > 1 else ''} (--nnodes)")
+            self._say_missing()
         else:
             self._reconnected(hello, now)
             if hello.node not in self.staff.nodes:
@@ -437,7 +436,12 @@ class Job:
             return True
         newest = next(iter(self._saving.restorable), "")
         office.say(f"every worker was lost; training goes on from {newest or 'the beginning'}")
+        self._say_missing()
         return False
+
+    def _say_missing(self) -> None:
+        if (missing := self.settings.min_nodes - len(self.staff.nodes)) > 0:
+            self._office.say(f"waiting for {missing} more node{'s' if missing > 1 else ''} (--nnodes)")
 
     @property
     def _enough_nodes(self) -> bool:

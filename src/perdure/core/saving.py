@@ -135,9 +135,10 @@ class Saving:
         if 0 <= step <= office.records.last:
             office.records.agree(step, workers[members[0]].last_digest)  # its line may be of an earlier life
             self._carry(self._checkpoints.known(office.records.agreed))
-        self.left_after = step if any(workers[w].broke_off for w in members) else -1
+        broke_off = any(workers[w].broke_off for w in members)
+        self.left_after = step if broke_off else -1
         until = office.membership.shape.until if office.membership.shape else 0
-        early = step + 1 < until and self.left_after < 0
+        early = step + 1 < until and not broke_off
         # Without `stopping` it was an earlier life of the coordinator that was asked to stop.
         office.exit_code = 128 + (stopping or SIGTERM) if early else 0
         kept = self._checkpoints.last >= step

@@ -15,6 +15,9 @@ PAUSE_S = 0.05
 PAUSE_S_MAX = 10.0
 """After a failed start the next one on that node waits: so long, then twice as long, up to the most."""
 
+AT_ONCE = 3
+"""After so many workers in a row that were killed at their first step nobody waits."""
+
 
 @dataclass
 class Node:
@@ -34,12 +37,16 @@ class Node:
     hire_from: float = float("-inf")
     _counts_from: WorkerId = 0
 
-    def start_failed(self, worker: WorkerId, newest: WorkerId, now: float) -> None:
-        """A worker never got to work; of those that were started together, up to `newest`, one counts."""
+    def start_failed(self, worker: WorkerId, newest: WorkerId, now: float, killed: bool = False) -> None:
+        """A worker never got to work; of those that were started together, up to `newest`, one counts.
+
+        `killed`: by a signal, when it had come to its first step.
+        """
         if worker >= self._counts_from:
             self.failed_starts += 1
             self._counts_from = newest + 1
-        self.hire_from = now + min(PAUSE_S * 2 ** min(self.failed_starts - 1, 30), PAUSE_S_MAX)
+        if not (killed and self.failed_starts <= AT_ONCE):
+            self.hire_from = now + min(PAUSE_S * 2 ** min(self.failed_starts - 1, 30), PAUSE_S_MAX)
 
     def start_succeeded(self) -> None:
         """A worker has done its part of a step."""

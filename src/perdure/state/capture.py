@@ -108,8 +108,10 @@ class ProtectedState:
         """Bytes of all entries together at the last walk: for threads that must not walk themselves."""
         self.parameters: dict[int, torch.Tensor] = {}
         """The parameters of the modules and optimizers at the last walk, by id."""
+        self._lasting: dict[str, Region] = {}
         self.note_modes()
         self._walk()
+        self._homes = {path: region.pointer for path, region in self._lasting.items()}
 
     def note_modes(self) -> None:
         """The modes that the modules are in now are those of the state, until the next time.
@@ -139,6 +141,11 @@ class ProtectedState:
             for piece in self._staging.through(_pieces(entries)):
                 update(piece)
         return hasher.hexdigest()
+
+    @property
+    def changed(self) -> str:
+        """What the last walk found that no script which is started anew could take; '' if nothing."""
+        return next((keeper.changed for keeper in self._keepers.values() if keeper.changed), "")
 
     def describe(self) -> bytes:
         """The state without its bytes, as MessagePack (`layout.decode_description` reads it)."""
@@ -180,7 +187,9 @@ class ProtectedState:
         """
         objects, entries = self._walk(homes)
         tensors = [region.spec for region in entries]
-        return Description(FORMAT, objects, tensors, self._evaluating), entries
+        at, lasting = self._homes, self._lasting.items()
+        moved = sorted({region.name for path, region in lasting if at.get(path) != region.pointer})
+        return Description(FORMAT, objects, tensors, self._evaluating, tuple(moved)), entries
 
     def snapshot(self, slab: torch.Tensor | None = None) -> Snapshot:
         """A private copy in host memory: in `slab`, if it is large enough, else in a new one.
@@ -211,7 +220,8 @@ class ProtectedState:
 
     def landing(self, description: Description) -> dict[str, torch.Tensor]:
         """The live memory into which entries of `description` may be received directly (flat uint8, CPU)."""
-        wanted = {(spec.name, header(spec)) for spec in description.tensors}
+        moved = {*description.moved}
+        wanted = {(spec.name, header(spec)) for spec in description.tensors if spec.name not in moved}
         return {
             region.name: region.flat
             for region in self._walk()[1]
@@ -236,6 +246,10 @@ class ProtectedState:
         self.note_modes()
         torch.clear_autocast_cache()  # it would go on serving casts of the old values (E7)
         self._check_restored(description, source)
+        # An order in memory that differed was replaced: that moved nothing.
+        for path, region in self._lasting.items():
+            if region.name not in restoration.moved:
+                self._homes[path] = region.pointer
 
     def check(self, description: Description) -> None:
         """Raise `RestoreError` if the state described could not be restored here; nothing is written."""
@@ -273,6 +287,7 @@ class ProtectedState:
         objects = {name: keeper.walk(scribe) for name, keeper in self._keepers.items()}
         self._regions = scribe.regions
         self.parameters = scribe.parameters
+        self._lasting = scribe.lasting
         scribe.entries.sort(key=_by_name)
         self.known_bytes = sum(region.nbytes for region in scribe.entries)
         return objects, scribe.entries

@@ -30,7 +30,13 @@ CPU: Final = torch.device("cpu")
 
 
 class Keeper(Protocol):
-    """Reads one protected object and puts it back."""
+    """Reads one protected object and puts it back.
+
+    `changed` says what the last walk found that cannot be put back into an object that a script makes anew
+    (None: nothing): something is not what it was when the keeper was made.
+    """
+
+    changed: str | None
 
     def walk(self, scribe: Scribe) -> dict[str, Tree]:
         """The object's tree; its tensors are left with the scribe."""
@@ -94,8 +100,10 @@ class ModuleKeeper:
     KIND: Final = "module"
 
     def __init__(self, name: str, module: nn.Module) -> None:
+        self.changed: str | None = None
         self._name = name
         self._module = module
+        self._modules = dict(self.modules())
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module once, with the prefix of its names.
@@ -127,6 +135,11 @@ class ModuleKeeper:
         frozen: list[str] = []
         extra: dict[str, Tree] = {}
         for prefix, module in self.modules():
+            if self._modules.get(prefix, module) is not module:
+                self.changed = (
+                    f"another module was put in the place of {prefix}: change what that holds in place, as "
+                    "load_state_dict does"
+                )
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     path = f"{prefix}.{key}"
@@ -135,7 +148,7 @@ class ModuleKeeper:
                         frozen.append(path)
             for key, buffer in module._buffers.items():
                 path, buffer = f"{prefix}.{key}", scribe.homes.get((id(module), key), buffer)
-                buffers[path] = None if buffer is None else scribe.entry(path, buffer, volatile=True).name
+                buffers[path] = None if buffer is None else scribe.buffer(path, buffer).name
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 path = f"{prefix}.extra_state"
                 extra[prefix] = encode(module.get_extra_state(), path, scribe.refer_volatile)
@@ -175,15 +188,16 @@ class ModuleKeeper:
     def _plan_buffer(
         self, path: str, module: nn.Module, key: str, name: str | None, restoration: Restoration
     ) -> None:
-        """A buffer may be None before the first forward pass and a tensor later."""
+        """A buffer may be None here and a tensor there."""
         buffer = module._buffers[key]
-        if name is not None and buffer is not None:
-            restoration.into(path, buffer, name)
-        elif name is None:
+        if name is None:
             restoration.later(lambda: module._buffers.__setitem__(key, None))
+        elif buffer is not None and name not in restoration.moved:
+            restoration.into(path, buffer, name)
         else:
             spec = restoration.spec(name)
-            device = next((p.device for p in self._module.parameters()), CPU)
+            beside = self._module.parameters() if buffer is None else [buffer]
+            device = next((tensor.device for tensor in beside), CPU)
             restoration.later(lambda: module._buffers.__setitem__(key, restoration.make(spec, device)))
 
 
@@ -205,8 +219,13 @@ class OptimizerKeeper:
     KIND: Final = "optimizer"
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self.changed: str | None = None
         self._name = name
         self._optimizer = optimizer
+        self._sizes = self._group_sizes()
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
 
     def walk(self, scribe: Scribe) -> dict[str, Tree]:
         name, refer = self._name, scribe.refer
@@ -214,6 +233,11 @@ class OptimizerKeeper:
         groups: list[dict[str, Tree]] = []
         state: dict[str, Tree] = {}
         every = self._optimizer.state
+        if (sizes := self._group_sizes()) != self._sizes:
+            self.changed = (
+                f"{name} has groups of {sizes} parameters and had {self._sizes}: add every group before the "
+                "loop; parameters that are frozen for a time stay as they are"
+            )
         for position, group in enumerate(self._optimizer.param_groups):
             tree = {
                 key: encode(value, f"{name}.groups.{position}.{key}", refer)
@@ -246,7 +270,7 @@ class OptimizerKeeper:
             raise RestoreError(
                 f"{name} was saved from {tree['class']} but is {type(optimizer).__name__} here"
             )
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        sizes = self._group_sizes()
         saved_sizes = [group["size"] for group in tree["groups"]]
         if sizes != saved_sizes:
             raise RestoreError(
@@ -360,6 +384,7 @@ class GeneratorKeeper:
     KIND: Final = "generator"
 
     def __init__(self, name: str, generator: torch.Generator) -> None:
+        self.changed: str | None = None
         self._name = name
         self._generator = generator
 
@@ -389,6 +414,7 @@ class PlainKeeper:
     def __init__(
         self, name: str, thing: object, save: Callable[[], object], load: Callable[[Any], object]
     ) -> None:
+        self.changed: str | None = None
         self._name = name
         self._class = type(thing).__name__
         self._save = save

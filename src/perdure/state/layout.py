@@ -47,13 +47,15 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `tensors` is in name order. `evaluating` names the modules that are in evaluation mode, all others train;
     None in what older versions wrote. It is no part of the digest: a script may leave one worker's modules in
-    another mode until the next step begins.
+    another mode until the next step begins. Nor is `moved`: the entries of parameters and buffers that the
+    script has given other memory since the loop began.
     """
 
     format: int
     objects: dict[str, Tree]
     tensors: list[TensorSpec]
     evaluating: tuple[str, ...] | None = None
+    moved: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:

@@ -16,13 +16,15 @@ class Restoration:
 
     `source` gives the bytes of each entry as a flat uint8 CPU tensor. With `adopt`, tensors that have to be
     created on the CPU take the source's memory over instead of copying it. `evaluating` are the modules that
-    are to be in evaluation mode, as `Description` has them.
+    are to be in evaluation mode, as `Description` has them. What has `moved` gets memory of its own: that
+    which it has here the script may know by another name.
     """
 
     def __init__(self, description: Description, source: Mapping[str, torch.Tensor], adopt: bool) -> None:
         self._specs = description.specs()
         names = description.evaluating
         self.evaluating = None if names is None else frozenset(names)
+        self.moved = frozenset(description.moved)
         self._source = source
         self._adopt = adopt
         self._made: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -62,14 +64,16 @@ class Restoration:
     def overwrite(self, live: torch.Tensor, spec: TensorSpec) -> None:
         """Give the live tensor the entry's bytes, in place.
 
-        Only its order in memory is replaced where it differs.
+        Its memory is replaced if it has moved, and where the order in it differs.
         """
         key = (id(live), spec.name)
         if key in self._written:  # a module's parameter, met again as the optimizer's
             return
         self._written.add(key)
         stride = live.stride()
-        if same_order(live, spec):
+        if spec.name in self.moved:
+            live.data = self.make(spec, live.device)
+        elif same_order(live, spec):
             target = flat_bytes(live)
             source = self._source[spec.name]
             if target.data_ptr() != source.data_ptr():

@@ -29,6 +29,8 @@ class Scribe:
         self.regions: dict[int, Region] = {}
         self.entries: list[Region] = []
         self.parameters: dict[int, torch.Tensor] = {}
+        self.lasting: dict[str, Region] = {}
+        """The entries of parameters and buffers, by path: the script made these, and may have other names."""
 
     def entry(self, name: str, tensor: torch.Tensor, volatile: bool = False) -> Region:
         """The entry that holds the tensor's bytes.
@@ -63,7 +65,13 @@ class Scribe:
     def parameter(self, name: str, tensor: torch.Tensor) -> Region:
         """As `entry`, for a tensor that may be trained."""
         self.parameters[id(tensor)] = tensor
-        return self.entry(name, tensor)
+        self.lasting[name] = region = self.entry(name, tensor)
+        return region
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> Region:
+        """As `entry`, for a module's buffer."""
+        self.lasting[name] = region = self.entry(name, tensor, volatile=True)
+        return region
 
     def refer(self, name: str, tensor: torch.Tensor) -> dict[str, str]:
         """The reference to put in a tree for a tensor that only its own object may change."""

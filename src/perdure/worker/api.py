@@ -22,7 +22,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -101,7 +102,7 @@ class Job:
         self._desk: Desk | None = None
         self._until = 0
         self._batches: MicroBatches | None = None
-        self._evaluating = ""
+        self._loop: Callable[[], Generator[Step] | None] = lambda: None
         self._welcome = msg.Welcome(job="alone", blocks=1)
         self._alone: Alone | None = None
         if self._context is None:
@@ -166,7 +167,9 @@ class Job:
         self._started = True
         self._until = until
         self._batches = batches
-        return self._steps(batches)
+        loop = self._steps(batches)
+        self._loop = weakref.ref(loop)
+        return loop
 
     def evaluate(self, fn: Callable[[Any], Any], batches: MicroBatches) -> dict[str, float]:
         """Deal the batches of one epoch out to the workers, without gradients; the means, in their order.
@@ -230,7 +233,7 @@ class Job:
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────
 
-    def _steps(self, batches: MicroBatches) -> Iterator[Step]:
+    def _steps(self, batches: MicroBatches) -> Generator[Step]:
         batches.bind(self.seed, self._welcome.blocks)
         with contextlib.ExitStack() as stack:
             loader = stack.enter_context(Loader(batches))
@@ -297,6 +300,7 @@ class Job:
         self._runtime = runtime
         context.unconfirmed = runtime.unconfirmed
         context.in_step = lambda: self._step is not None
+        context.script_ended = self._script_ended
         position = Position(worker=context.worker)
         self._send(msg.Ready(listener.host, listener.port, shape, position, warning))
         return runtime
@@ -447,8 +451,10 @@ class Job:
 
         False if it was no `break`. Nothing may leave this: python drops what a generator raises now.
         """
+        if boot.ENDING or sys.is_finalizing() or self._context is None:
+            return False
         left = sys._getframe(2)
-        if boot.ENDING or sys.is_finalizing() or self._context is None or unwinding(left):
+        if unwinding(left):
             return False
         try:
             if step.entered and not step.complete:
@@ -465,6 +471,12 @@ class Job:
         except BaseException as error:
             defect.end(error)
         return True
+
+    def _script_ended(self) -> None:
+        """After `break` python ends the loop's generator at once, unless the script has a name for it."""
+        loop = self._loop()
+        if loop is not None:
+            loop.close()
 
     # ── tasks ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -46,7 +46,8 @@ class Context:
     may read it, everyone writes through `send`. `host` is where peers reach this node, `data_key` opens
     connections between the job's workers. `unconfirmed` gives the lines of steps that this worker has
     committed and the others have not confirmed, for its last words; `in_step` says whether the script is
-    inside a step, where to exit is a mistake whatever the code.
+    inside a step, where to exit is a mistake whatever the code; `script_ended` is called when its last line
+    is done.
     """
 
     worker: WorkerId
@@ -58,6 +59,7 @@ class Context:
     lifeline: Lifeline
     unconfirmed: Callable[[], tuple[Record, ...]] = tuple
     in_step: Callable[[], bool] = bool
+    script_ended: Callable[[], None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: WorkerMessage) -> None:
@@ -105,6 +107,7 @@ def run(fork: Fork, control: socket.socket, page_fd: int) -> None:
     faulthandler.enable()
     try:
         _run_script(fork.script)
+        context.script_ended()
         return
     except SystemExit as error:
         ENDING = True

@@ -5,7 +5,7 @@ they leave are the next committed ones and travel to everybody as one more span 
 micro-batch is computed from the committed values, and its changes are dropped. Buffers outside the
 state_dict are taken to be constant, which is checked.
 
-A forward pass may write into a buffer or replace it (`self.mean = …`): a slot of a module is watched, not a
+A forward pass may write into a buffer or replace it (`self.mean = …`): a place in a module is watched, not a
 tensor.
 """
 
@@ -21,26 +21,51 @@ from torch import nn
 from perdure.schema.errors import ProtectError
 
 
-@dataclass(eq=False)
-class Slot:
-    """One buffer of a module. `home` is the tensor that holds it between steps.
+class Mark:
+    """What a buffer was at some time.
 
-    `form` is what it has to keep, `version` torch's count of the changes to `home` when that was noted last.
+    torch counts the changes to a tensor; where something else lies in the same memory (`beside`) it counts
+    those to that too, and the value is kept instead.
     """
+
+    def __init__(self, tensor: torch.Tensor | None, beside: bool = False) -> None:
+        self.tensor = tensor
+        self._version = count(tensor)
+        self._value = tensor.detach().clone() if beside and tensor is not None else None
+
+    def fits(self, now: torch.Tensor | None) -> bool:
+        """Whether a buffer is what it was, or another tensor of the same form and values."""
+        if self._value is not None:
+            return now is not None and _alike(now, self._value)
+        if now is None or self.tensor is None or count(self.tensor) != self._version:
+            return now is self.tensor and count(now) == self._version
+        return now is self.tensor or _alike(now, self.tensor)
+
+
+@dataclass(eq=False)
+class Place:
+    """A buffer of a module: what is there, and what was when it was noted last."""
 
     name: str
     module: nn.Module
     key: str
-    home: torch.Tensor
-    version: int = -1
-    form: tuple[torch.Size, torch.dtype, torch.device] = field(init=False)
+    noted: Mark = field(init=False)
 
     def __post_init__(self) -> None:
-        self.form = form_of(self.home)
+        self.note()
 
-    def settle(self, home: torch.Tensor) -> None:
+    def note(self, beside: bool = False) -> None:
         """What is there now is what a step begins with."""
-        self.home, self.version = home, count(home)
+        self.noted = Mark(self.now, beside)
+
+    @property
+    def now(self) -> torch.Tensor | None:
+        """What is there now, whatever it is."""
+        return self.module._buffers.get(self.key)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Let this be there."""
+        self.module._buffers[self.key] = tensor
 
     @property
     def persistent(self) -> bool:
@@ -48,9 +73,42 @@ class Slot:
         return self.key not in self.module._non_persistent_buffers_set
 
     @property
+    def has_grown(self) -> bool:
+        """Whether what is there now has another form than what was noted."""
+        now, before = self.now, self.noted.tensor
+        return now is None or (before is not None and form_of(now) != form_of(before))
+
+
+class Slot:
+    """A buffer of the state_dict that forward passes may change, in one place or several (tied).
+
+    `home` holds it between steps.
+    """
+
+    def __init__(self, places: Sequence[Place], home: torch.Tensor) -> None:
+        self.places = places
+        self.name = places[0].name
+        self.form = form_of(home)
+        self.settle(home)
+
+    def settle(self, home: torch.Tensor) -> None:
+        """What is there now is what a step begins with."""
+        if home.is_inference() or is_expanded(home):
+            home = home.clone()  # nothing can be written into the other
+        self.home = home
+        for place in self.places:
+            place.put(home)
+
+    @property
     def live(self) -> torch.Tensor:
         """What is there now. Raises ProtectError if it cannot stand for what was there."""
-        live = self.now
+        live = self.places[0].now
+        for other in self.places[1:]:
+            if other.now is not live:
+                raise ProtectError(
+                    f"the buffers {self.name} and {other.name} were one tensor when job.steps began and are "
+                    "two now: give both the same one, or each its own before job.steps"
+                )
         if live is None or form_of(live) != self.form:
             shape, dtype, device = self.form
             now = "nothing" if live is None else f"{live.dtype}{list(live.shape)} on {live.device}"
@@ -60,29 +118,25 @@ class Slot:
             )
         return live
 
-    @property
-    def now(self) -> torch.Tensor | None:
-        """What is there now, whatever it is."""
-        return self.module._buffers.get(self.key)
-
-    @property
-    def is_as_noted(self) -> bool:
-        """Whether what is there now is the home, not written into as far as torch counts, or as good."""
-        return same(self.now, self.home, self.version)
-
     def put(self, value: torch.Tensor) -> None:
         """Let it have this value, in its home."""
         self.home.copy_(value)
-        self.module._buffers[self.key] = self.home
+        for place in self.places:
+            place.put(self.home)
 
 
 class Buffers:
-    """The changing buffers of the modules that are trained; `still` are those of the others."""
+    """The buffers of the protected modules.
 
-    def __init__(self, slots: Sequence[Slot], still: Sequence[Slot] = ()) -> None:
-        self._changing = [slot for slot in slots if slot.persistent]
-        self._constant = [slot for slot in slots if not slot.persistent]
-        self._still = [slot for slot in still if slot.persistent]
+    Those in the state_dict of `trained` modules may change in forward passes. All others (caches, masks, what
+    is None) are constant, but for the commit, which all workers run alike; `still` are those of modules
+    without a parameter to train, which `Bystanders` watches in the loop.
+    """
+
+    def __init__(self, trained: Sequence[Place], still: Sequence[Place] = ()) -> None:
+        self._changing = _slots(trained)
+        self._constant = [place for place in trained if not place.persistent or place.now is None]
+        self._still = list(still)
         self.nbytes = sum(slot.home.nbytes for slot in self._changing)
         self._committed: list[torch.Tensor] = []
         self._left: torch.Tensor | None = None
@@ -98,10 +152,12 @@ class Buffers:
         for slot in self._changing:
             slot.settle(slot.live)
         self._committed = [slot.home.detach().clone() for slot in self._changing]
-        for slot in self._constant:
-            now = slot.now
-            slot.settle(slot.home if now is None else now)
-            slot.form = form_of(slot.home)
+        for place in self._constant:
+            place.note(self._beside(place))
+
+    def _beside(self, place: Place) -> bool:
+        at = memory(place.now)
+        return bool(at) and any(memory(slot.home) == at for slot in self._changing)
 
     def put_back(self) -> None:
         """Make the live values the committed ones."""
@@ -112,8 +168,9 @@ class Buffers:
     def committed(self) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]:
         """(id of the module, key) of each buffer → its home and its committed value."""
         return {
-            (id(slot.module), slot.key): (slot.home, value)
+            (id(place.module), place.key): (slot.home, value)
             for slot, value in zip(self._changing, self._committed, strict=True)
+            for place in slot.places
         }
 
     def block_0_ended(self) -> torch.Tensor:
@@ -148,36 +205,66 @@ class Buffers:
 
     @contextlib.contextmanager
     def spared(self) -> Iterator[None]:
-        """What forward passes change meanwhile is put back, in modules that are not trained too."""
-        found = [(slot, slot.now) for slot in (*self._changing, *self._constant, *self._still)]
-        kept = [(slot, live, live.detach().clone()) for slot, live in found if live is not None]
-        counts = [(slot, count(slot.home)) for slot in self._constant]
+        """What forward passes change meanwhile in the state_dict is put back, in modules not trained too.
+
+        Raises ProtectError if they change another buffer: not every worker has this batch, and what else a
+        module knows of that buffer could not be put back.
+        """
+        changing = [place for slot in self._changing for place in slot.places]
+        places = [*changing, *self._still, *self._constant]
+        kept: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
+        others: list[tuple[Place, Mark]] = []
+        for place in places:
+            live = place.now
+            if live is not None and place.persistent and not is_expanded(live):
+                kept.append((place, live, live.detach().clone()))
+            else:
+                others.append((place, Mark(live, self._beside(place))))
         try:
             yield
+            for place, mark in others:
+                if not mark.fits(place.now):
+                    raise ProtectError(
+                        f"the buffer {place.name} was changed in job.evaluate, where each worker has batches "
+                        f"of its own, and is not in the state_dict: {COMPLETE}"
+                    )
         finally:
             with torch.no_grad():
-                for slot, live, value in kept:
+                for place, live, value in kept:
                     with torch.inference_mode(live.is_inference()):
                         live.copy_(value)
-                    slot.module._buffers[slot.key] = live
-            for slot, before in counts:
-                if slot.version == before:
-                    slot.version = count(slot.home)  # that it was put back is no change
+                    place.put(live)
 
     def check(self, in_commit: bool = False) -> None:
-        """Raise if a buffer that is not in the state_dict is not what it was when the step began.
+        """Raise if a constant is not what it was when the step began.
 
-        The commit, which all workers run alike, may put another one of its form there.
+        The commit, which all workers run alike, may change one; only that it grows is most often a cache, on
+        those workers that did something besides.
         """
-        for slot in self._constant:
-            new = slot.now
-            may = in_commit and new is not None and new is not slot.home and form_of(new) == slot.form
-            if not (may or slot.is_as_noted):
+        for place in self._constant:
+            if not (place.noted.fits(place.now) or (in_commit and not place.has_grown)):
+                what = "is a tensor now" if place.noted.tensor is None else "was changed"
                 raise ProtectError(
-                    f"the buffer {slot.name} was changed in a step (by a forward pass?), and is not in the "
-                    "state_dict, so it would differ between workers: register it with persistent=True; let a "
-                    "cache that grows be as long as it gets, by one forward pass, before job.steps begins"
+                    f"the buffer {place.name} {what} in a step (by a forward pass?), and is not in the "
+                    "state_dict, so it would differ between workers: a statistic is to be registered with "
+                    f"persistent=True; {COMPLETE}"
                 )
+
+
+COMPLETE = "let a cache be complete, by one forward pass, before job.steps begins, or be a plain attribute"
+
+
+def _slots(places: Sequence[Place]) -> list[Slot]:
+    found: dict[int, list[Place]] = {}
+    for place in places:
+        if place.persistent and place.now is not None:
+            found.setdefault(id(place.now), []).append(place)
+    return [Slot(tied, tied[0].now) for tied in found.values() if tied[0].now is not None]
+
+
+def memory(tensor: torch.Tensor | None) -> int:
+    """Which storage it is in; tensors without bytes are in none."""
+    return 0 if tensor is None or not tensor.nbytes else tensor.untyped_storage().data_ptr()
 
 
 def form_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -190,11 +277,15 @@ def count(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def same(now: torch.Tensor | None, before: torch.Tensor | None, version: int) -> bool:
-    """Whether a buffer is what it was, of this version, or another tensor of the same form and values."""
-    if count(before) != version or now is None or before is None:
-        return now is before and count(before) == version
-    if now is before:
-        return True
-    with torch.no_grad():
-        return form_of(now) == form_of(before) and torch.equal(now, before)
+def _alike(now: torch.Tensor, before: torch.Tensor) -> bool:
+    return form_of(now) == form_of(before) and torch.equal(_bits(now), _bits(before))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes in order: NaN equals itself, and 0 is not −0."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements share one place in memory: torch writes into none such."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import xxhash
@@ -16,7 +16,7 @@ from perdure.state.capture import ProtectedState, Snapshot
 from perdure.state.huge_pages import HugePages
 from perdure.state.keepers import set_mode
 from perdure.state.transfer import Donor, Session
-from perdure.worker.buffers import Buffers, Slot
+from perdure.worker.buffers import Buffers, Place, memory
 from perdure.worker.gradients import Buckets
 from perdure.worker.leaves import Hooks, Leaves
 from perdure.worker.unchanged import Bystanders, Unchanged
@@ -43,13 +43,14 @@ class Training:
                 )
         _refuse_sparse(objects)
         self._scalers = [thing for thing in objects.values() if isinstance(thing, torch.amp.GradScaler)]
+        self._parameters = dict(zip(map(id, every.values()), every.values(), strict=True))
         self._trained = frozenset(map(id, parameters))
         self.buckets = Buckets(parameters)
         self.leaves = Leaves(parameters, names, exact)
         optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
         self.unchanged = Unchanged(every, optimizers)
-        slots, still = _slots(objects)
-        self.buffers = Buffers(slots, still)
+        changing, still = _places(objects, every.values())
+        self.buffers = Buffers(changing, still)
         self.bystanders = Bystanders(objects, still)
         first_bucket = [homes[-1] if homes else 0 for homes in self.buckets.homes]
         self.hooks = Hooks(parameters, first_bucket, len(self.buckets))
@@ -105,17 +106,28 @@ class Training:
         return self._digests[committed]
 
     def digest_now(self) -> str:
-        """The digest of the live state. Raises ProtectError if other parameters are trained than at first."""
+        """The digest of the live state.
+
+        Raises ProtectError if it is not made of the same parts as when training began: gradients of others
+        would not be summed, and whoever starts the script anew has the same.
+        """
         with self._walking:
             digest = self.state.digest()
-            now = self.state.parameters
-        new = sum(p.requires_grad and number not in self._trained for number, p in now.items())
-        gone = sum(number not in now for number in self._trained)
+            now, changed = self.state.parameters, self.state.changed
+        if changed:
+            raise ProtectError(f"since job.steps began {changed}")
+        thawed = sum(p.requires_grad and number not in self._trained for number, p in now.items())
+        new, gone = len(now.keys() - self._parameters.keys()), len(self._parameters.keys() - now.keys())
         if new or gone:
             raise ProtectError(
-                f"the protected objects train other parameters than when job.steps began ({new} new, {gone} "
-                "gone): gradients of new ones would not be summed; have all before job.protect, decide "
-                "requires_grad there, and change their values in place"
+                f"the protected objects have other parameters than when job.steps began ({new} new, {gone} "
+                "gone): have all before job.protect, and change their values in place"
+            )
+        if thawed:
+            raise ProtectError(
+                f"protected parameters require gradients now that did not when job.steps began ({thawed}): "
+                "let all that will ever be trained require them there, and freeze some at the top of the "
+                "loop over job.steps for as long as you like"
             )
         return digest
 
@@ -206,20 +218,27 @@ def _refuse_sparse(objects: Mapping[str, object]) -> None:
                 raise ProtectError(f"{where} has sparse=True; perdure sums dense gradients: leave it out")
 
 
-def _slots(objects: Mapping[str, object]) -> tuple[list[Slot], list[Slot]]:
-    """The buffers of modules that are trained, and of those without a parameter to train; each tensor once.
+def _places(
+    objects: Mapping[str, object], parameters: Iterable[torch.Tensor]
+) -> tuple[list[Place], list[Place]]:
+    """The buffers of modules that are trained, and of those without a parameter to train.
 
-    These (an averaged copy, a teacher) change in the commit alone (`Bystanders`).
+    These (an averaged copy, a teacher) change in the commit alone (`Bystanders`). A buffer in the memory of a
+    parameter is that.
     """
+    theirs = {memory(parameter) for parameter in parameters} - {0}
     modules = [(name, thing) for name, thing in objects.items() if isinstance(thing, torch.nn.Module)]
     modules.sort(key=lambda pair: not any(p.requires_grad for p in pair[1].parameters()))
-    found: dict[int, tuple[Slot, bool]] = {}
+    found: dict[tuple[int, str], tuple[Place, bool]] = {}
     for name, thing in modules:
         trained = any(p.requires_grad for p in thing.parameters())
         for prefix, module in thing.named_modules():
-            for key, buffer in module.named_buffers(recurse=False):
+            for key, buffer in module._buffers.items():
                 path = ".".join(filter(None, (name, prefix, key)))
-                if not buffer.is_inference():  # outside of inference mode nothing can be written into it
-                    found.setdefault(id(buffer), (Slot(path, module, key, buffer), trained))
-    slots = [slot for slot, trained in found.values() if trained]
-    return slots, [slot for slot, trained in found.values() if not trained]
+                # Outside of inference mode nothing can be written into what was made there.
+                fixed = buffer is not None and (buffer.is_inference() or memory(buffer) in theirs)
+                if not fixed:
+                    found.setdefault((id(module), key), (Place(path, module, key), trained))
+    places = [place for place, trained in found.values() if trained]
+    ours = {id(place.now) for place in places if place.now is not None}
+    return places, [place for place, trained in found.values() if not trained and id(place.now) not in ours]

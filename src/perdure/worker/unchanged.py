@@ -18,7 +18,7 @@ import torch
 from perdure.schema.errors import UsageError
 from perdure.state.layout import canonical
 from perdure.state.tree import encode
-from perdure.worker.buffers import Slot, count, same
+from perdure.worker.buffers import Mark, Place, count
 
 AROUND = "that belongs before or after the loop over the step"
 FROM_DEFAULTS = (
@@ -113,26 +113,26 @@ class Bystanders:
     what their state holds is not known.
     """
 
-    def __init__(self, objects: Mapping[str, object], still: Sequence[Slot]) -> None:
+    def __init__(self, objects: Mapping[str, object], still: Sequence[Place]) -> None:
         self._still = list(still)
         watched = [(name, thing) for name, thing in objects.items() if isinstance(thing, KINDS)]
         # Optimizers last: a scheduler that is told of is told of by its own name.
         watched.sort(key=lambda pair: isinstance(pair[1], torch.optim.Optimizer))
         self._things = dict(watched)
-        self._buffers: list[tuple[torch.Tensor | None, int]] = []
+        self._buffers: list[Mark] = []
         self._values: dict[str, bytes] = {}
 
     def note(self) -> None:
         """The loop over a step begins."""
-        self._buffers = [(slot.now, count(slot.now)) for slot in self._still]
+        self._buffers = [Mark(place.now) for place in self._still]
         self._values = {name: _value(name, thing) for name, thing in self._things.items()}
 
     def check(self, where: str) -> None:
         """This worker's part of the loop is done, as far as is known. Raises UsageError after a change."""
-        for slot, (buffer, version) in zip(self._still, self._buffers, strict=True):
-            if not same(slot.now, buffer, version):
+        for place, mark in zip(self._still, self._buffers, strict=True):
+            if not mark.fits(place.now):
                 raise UsageError(
-                    f"{where}: a forward inside `for … in step` changed the buffer {slot.name}, of a module "
+                    f"{where}: a forward inside `for … in step` changed the buffer {place.name}, of a module "
                     "of which no parameter is trained: call its eval(), or protect it and the trained model "
                     "as one nn.ModuleList"
                 )
