@@ -124,7 +124,7 @@ class Lazy(nn.Module):
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_buffer_is_not_made_in_a_step(job: perdure.Job, persistent: bool) -> None:
     """Workers that compute less would not have it."""
-    with pytest.raises(ProtectError, match=r"mask is a tensor now in a step .*before job.steps begins"):
+    with pytest.raises(ProtectError, match=r"mask was None and was made in a step .* before job"):
         Training(job, Lazy(persistent, True)).loop(lambda step, loss: step.backward(loss))
 
 

@@ -168,7 +168,8 @@ class Deaths:
             self._office.say(f"worker {other.id} came when the script left job.steps: not needed any more")
             self._office.kill(other.id)
             return
-        text = f"left job.steps by `break` after step {step}, worker {other.id} did not"
+        when = f"after step {step}" if step >= 0 else "before the first step"
+        text = f"left job.steps by `break` {when}, worker {other.id} did not"
         other_did = other.proven or other.began_at <= step
         if gone.began_at > other.began_at and gone.began_at >= step and other_did:
             self.unfit(gone, text, now)  # its first step: it may be its script that is another

@@ -243,15 +243,24 @@ class Buffers:
         """
         for place in self._constant:
             if not (place.noted.fits(place.now) or (in_commit and not place.has_grown)):
-                what = "is a tensor now" if place.noted.tensor is None else "was changed"
-                raise ProtectError(
-                    f"the buffer {place.name} {what} in a step (by a forward pass?), and is not in the "
-                    "state_dict, so it would differ between workers: a statistic is to be registered with "
-                    f"persistent=True; {COMPLETE}"
-                )
+                raise ProtectError(_changed(place))
 
 
 COMPLETE = "let a cache be complete, by one forward pass, before job.steps begins, or be a plain attribute"
+
+
+def _changed(place: Place) -> str:
+    if place.noted.tensor is None:
+        return (
+            f"the buffer {place.name} was None and was made in a step (by a forward pass?), so not all "
+            "workers would have it: register it as a tensor, or let one forward pass make it before "
+            "job.steps begins"
+        )
+    return (
+        f"the buffer {place.name} was changed in a step (by a forward pass?), and is not in the state_dict, "
+        "so it would differ between workers: a statistic is to be registered with persistent=True; "
+        f"{COMPLETE}"
+    )
 
 
 def _slots(places: Sequence[Place]) -> list[Slot]:
