@@ -152,12 +152,9 @@ class Buffers:
         for slot in self._changing:
             slot.settle(slot.live)
         self._committed = [slot.home.detach().clone() for slot in self._changing]
+        self._shared = {memory(slot.home) for slot in self._changing if self._constant} - {0}
         for place in self._constant:
-            place.note(self._beside(place))
-
-    def _beside(self, place: Place) -> bool:
-        at = memory(place.now)
-        return bool(at) and any(memory(slot.home) == at for slot in self._changing)
+            place.note(memory(place.now) in self._shared)
 
     def put_back(self) -> None:
         """Make the live values the committed ones."""
@@ -219,7 +216,7 @@ class Buffers:
             if live is not None and place.persistent and not is_expanded(live):
                 kept.append((place, live, live.detach().clone()))
             else:
-                others.append((place, Mark(live, self._beside(place))))
+                others.append((place, Mark(live, memory(live) in self._shared)))
         try:
             yield
             for place, mark in others:
