@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--flip", type=int, default=-1, metavar="STEP", help="a bit of the first donor")
     parser.add_argument("--raise", dest="raises", default="", metavar="STEP", help="in its commit")
     parser.add_argument("--break", dest="breaks", type=int, default=-1, metavar="STEP", help="after it")
-    parser.add_argument("--hold", action="store_true", help="keep a name for the loop's iterator")
+    parser.add_argument("--hold", choices=["", "name", "around"], default="", help="what is kept of the loop")
     parser.add_argument("--evaluate", action="store_true", help="after each step")
     parser.add_argument("--print-values", action="store_true", help="losses, evaluations, peak memory")
     parser.add_argument("--kill-evaluation", type=int, default=-1, metavar="SAMPLE", help="when it comes")
@@ -143,9 +143,10 @@ def train(args: argparse.Namespace) -> None:
     _end(args)
 
 
-def _held(loop: Iterator[Any], hold: bool) -> Iterator[Any]:
+def _held(loop: Iterator[Any], hold: str) -> Iterator[Any]:
     if hold:
-        KEPT.append(loop)
+        KEPT.append(loop if hold == "name" else (step for step in loop))
+        loop = KEPT[-1]
     return loop
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from launched import digests, expect, run
 from perdure.state.shelf import verify
 from test_api_exact import SCRIPT, judged
@@ -68,16 +70,22 @@ def test_break_is_a_clean_end(tmp_path: Path) -> None:
     assert sorted(digests(tmp_path)) == [0, 1, 2, 3]
 
 
-def test_break_is_a_clean_end_also_if_the_script_keeps_the_iterator(tmp_path: Path) -> None:
-    """As a progress bar around it does. The loop ends with the script then; one dies on the way there."""
+@pytest.mark.parametrize("hold", ["name", "around"])
+def test_break_is_a_clean_end_also_if_the_script_keeps_the_iterator(tmp_path: Path, hold: str) -> None:
+    """As a progress bar does. If that is a generator the loop ends with the script, and a line says so.
+
+    One dies on the way there.
+    """
     launched = run(
-        tmp_path, SCRIPT, "mlp", "--notes", tmp_path, "--blocks", 4, "--steps", 9, "--break", 3, "--hold",
-        "--tail", "kill", options=["--nproc-per-node", 2],
+        tmp_path, SCRIPT, "mlp", "--notes", tmp_path, "--blocks", 4, "--steps", 9, "--break", 3,
+        "--hold", hold, "--tail", "kill", options=["--nproc-per-node", 2],
     )  # fmt: skip
     assert launched.steps() == [0, 1, 2, 3]
     assert [event["signal"] for event in launched.events("fault_detected")] == [9]
     assert launched.events("checkpoint_written")[-1]["step"] == 3
     assert sorted(digests(tmp_path)) == [0, 1, 2, 3]
+    assert launched.printed.count("tail of") == (3 if hold == "name" else 2)
+    assert ("has a name for a generator around it" in launched.printed) is (hold == "around")
 
 
 def test_a_tail_that_is_run_again_after_a_break_does_not_train_on(tmp_path: Path) -> None:

@@ -175,15 +175,19 @@ class Odd(nn.Module):
         self.register_buffer("deviation", self.std, persistent=False)
         self.register_buffer("weight", self.linear.weight.detach(), persistent=False)
         self.register_buffer("bias", self.linear.bias.detach())
+        flat = torch.zeros(8)
+        self.register_buffer("count", flat[:2])
+        self.scale = nn.Parameter(flat[4:])
         self.register_buffer("nan", torch.full((2,), torch.nan), persistent=False)
         self.register_buffer("wide", torch.ones(1, 4).expand(3, 4), persistent=False)
         self.register_buffer("expanded", torch.zeros(1, 4).expand(3, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean += 1
+        self.count.data += 1
         self.nan = torch.full((2,), torch.nan)
         self.expanded = (self.expanded[:1] + 1).expand(3, 4)
-        return self.linear(x)
+        return self.linear(x) + self.scale.mean()
 
 
 def test_what_only_looks_changed_is_not_refused(job: perdure.Job) -> None:
@@ -195,6 +199,7 @@ def test_what_only_looks_changed_is_not_refused(job: perdure.Job) -> None:
         optimizer.step()
         job.evaluate(lambda _: {"a": float(model(torch.ones(4, 12)).mean())}, validation)
     assert model.mean.tolist() == [6.0] * 4
+    assert model.count.tolist() == [6.0] * 2
     assert model.expanded.tolist() == [[6.0] * 4] * 3
     assert model.bias.data_ptr() == model.linear.bias.data_ptr()
 

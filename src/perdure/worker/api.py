@@ -17,6 +17,7 @@ What a turn of `job.steps` does:
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import sys
@@ -46,6 +47,7 @@ from perdure.worker.heal import Desk, Patient
 from perdure.worker.link import Link
 from perdure.worker.listener import Listener
 from perdure.worker.loader import Loader
+from perdure.worker.loop import Loop
 from perdure.worker.progress import ProgressPage
 from perdure.worker.rng import fix_threads, generators_kept, seed_evaluation, seed_everything
 from perdure.worker.runtime import Runtime
@@ -57,6 +59,11 @@ from perdure.worker.unwinding import unwinding
 
 EVALUATION_LOADERS_MAX = 4
 """A script may make its MicroBatches anew for every evaluation; not all their processes are kept."""
+
+NAMED = (
+    "the script left job.steps by `break`, but has a name for a generator around it: the last step ends with "
+    "the script, and the saved state has what came after the loop; give the loop that generator itself"
+)
 
 _joined: Job | None = None
 
@@ -167,9 +174,9 @@ class Job:
         self._started = True
         self._until = until
         self._batches = batches
-        loop = self._steps(batches)
-        self._loop = weakref.ref(loop)
-        return loop
+        steps = self._steps(batches)
+        self._loop = weakref.ref(steps)
+        return Loop(steps)
 
     def evaluate(self, fn: Callable[[Any], Any], batches: MicroBatches) -> dict[str, float]:
         """Deal the batches of one epoch out to the workers, without gradients; the means, in their order.
@@ -473,10 +480,12 @@ class Job:
         return True
 
     def _script_ended(self) -> None:
-        """After `break` python ends the loop's generator at once, unless the script has a name for it."""
-        loop = self._loop()
-        if loop is not None:
-            loop.close()
+        """After `break` python ends the loop's generator at once, unless something has a name for it."""
+        steps = self._loop()
+        if steps is None or inspect.getgeneratorstate(steps) != inspect.GEN_SUSPENDED:
+            return
+        print(f"perdure: {NAMED}", file=sys.stderr)
+        steps.close()
 
     # ── tasks ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -16,7 +16,7 @@ from perdure.state.capture import ProtectedState, Snapshot
 from perdure.state.huge_pages import HugePages
 from perdure.state.keepers import set_mode
 from perdure.state.transfer import Donor, Session
-from perdure.worker.buffers import Buffers, Place, memory
+from perdure.worker.buffers import Buffers, Place
 from perdure.worker.gradients import Buckets
 from perdure.worker.leaves import Hooks, Leaves
 from perdure.worker.unchanged import Bystanders, Unchanged
@@ -218,6 +218,11 @@ def _refuse_sparse(objects: Mapping[str, object]) -> None:
                 raise ProtectError(f"{where} has sparse=True; perdure sums dense gradients: leave it out")
 
 
+def _inside(tensor: torch.Tensor, memory: Sequence[tuple[int, int]]) -> bool:
+    at = tensor.data_ptr()
+    return tensor.nbytes > 0 and any(begin <= at < end for begin, end in memory)
+
+
 def _places(
     objects: Mapping[str, object], parameters: Iterable[torch.Tensor]
 ) -> tuple[list[Place], list[Place]]:
@@ -226,7 +231,7 @@ def _places(
     These (an averaged copy, a teacher) change in the commit alone (`Bystanders`). A buffer in the memory of a
     parameter is that.
     """
-    theirs = {memory(parameter) for parameter in parameters} - {0}
+    theirs = [(p.data_ptr(), p.data_ptr() + p.nbytes) for p in parameters if p.nbytes]
     modules = [(name, thing) for name, thing in objects.items() if isinstance(thing, torch.nn.Module)]
     modules.sort(key=lambda pair: not any(p.requires_grad for p in pair[1].parameters()))
     found: dict[tuple[int, str], tuple[Place, bool]] = {}
@@ -236,7 +241,7 @@ def _places(
             for key, buffer in module._buffers.items():
                 path = ".".join(filter(None, (name, prefix, key)))
                 # Outside of inference mode nothing can be written into what was made there.
-                fixed = buffer is not None and (buffer.is_inference() or memory(buffer) in theirs)
+                fixed = buffer is not None and (buffer.is_inference() or _inside(buffer, theirs))
                 if not fixed:
                     found.setdefault((id(module), key), (Place(path, module, key), trained))
     places = [place for place, trained in found.values() if trained]
