@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 
 import pytest
 
-from perdure.worker.unwinding import unwinding
+from perdure.worker.unwinding import leaver, unwinding
 
 Loop = Callable[[], Generator[int, None, None]]
 """Made where it is run through: nothing but the loop holds it."""
@@ -19,8 +19,42 @@ def steps(seen: list[bool]) -> Generator[int, None, None]:
         try:
             yield number
         except GeneratorExit:
-            seen.append(unwinding(sys._getframe(1)))
+            seen.append(unwinding(leaver(sys._getframe(1))))
             return
+
+
+def alone(loop: Loop) -> Loop:
+    return loop
+
+
+def inside(loop: Loop) -> Loop:
+    def around() -> Generator[int, None, None]:
+        for number in loop():
+            yield number
+
+    return around
+
+
+def inside_with_finally(loop: Loop) -> Loop:
+    def around() -> Generator[int, None, None]:
+        try:
+            for number in loop():
+                yield number
+        finally:
+            len("closed")
+
+    return around
+
+
+def twice(loop: Loop) -> Loop:
+    def around() -> Generator[int, None, None]:
+        return (number for number in inside(loop)())
+
+    return around
+
+
+every_wrapper = pytest.mark.parametrize("wrap", [alone, inside, inside_with_finally, twice])
+"""A generator around the loop's is closed at its `yield`, whatever the reason is further out."""
 
 
 def fail() -> None:
@@ -60,10 +94,11 @@ def closed(loop: Loop) -> None:
     generator.close()
 
 
+@every_wrapper
 @pytest.mark.parametrize("leave", [left_by_break, left_by_return, left_by_break_after_an_error, closed])
-def test_left_on_purpose(leave: Callable[[Loop], None]) -> None:
+def test_left_on_purpose(leave: Callable[[Loop], None], wrap: Callable[[Loop], Loop]) -> None:
     seen: list[bool] = []
-    leave(lambda: steps(seen))
+    leave(wrap(lambda: steps(seen)))
     assert seen == [False]
 
 
@@ -114,6 +149,7 @@ def raised_in_an_inner_loop(loop: Loop) -> None:
             fail()
 
 
+@every_wrapper
 @pytest.mark.parametrize(
     "leave",
     [
@@ -121,11 +157,27 @@ def raised_in_an_inner_loop(loop: Loop) -> None:
         raised_in_an_inner_loop,
     ],
 )  # fmt: skip
-def test_left_by_an_error(leave: Callable[[Loop], None]) -> None:
+def test_left_by_an_error(leave: Callable[[Loop], None], wrap: Callable[[Loop], Loop]) -> None:
     seen: list[bool] = []
     with pytest.raises(ValueError):
-        leave(lambda: steps(seen))
+        leave(wrap(lambda: steps(seen)))
     assert seen == [True]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_error_of_the_generator_around_the_loop(fails: bool) -> None:
+    seen: list[bool] = []
+
+    def around() -> Generator[int, None, None]:
+        for number in steps(seen):
+            yield number
+            if fails:
+                fail()
+            break
+
+    with contextlib.suppress(ValueError):
+        list(around())
+    assert seen == [fails]
 
 
 def test_an_error_that_is_caught_around_the_loop() -> None:

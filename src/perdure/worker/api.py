@@ -55,7 +55,7 @@ from perdure.worker.saver import Saver
 from perdure.worker.step import Step, is_text
 from perdure.worker.taking_part import take_part
 from perdure.worker.training import Training
-from perdure.worker.unwinding import unwinding
+from perdure.worker.unwinding import leaver, unwinding
 
 EVALUATION_LOADERS_MAX = 4
 """A script may make its MicroBatches anew for every evaluation; not all their processes are kept."""
@@ -460,7 +460,7 @@ class Job:
         """
         if boot.ENDING or sys.is_finalizing() or self._context is None:
             return False
-        left = sys._getframe(2)
+        left = leaver(sys._getframe(2))
         if unwinding(left):
             return False
         try:

@@ -89,10 +89,14 @@ class Slot:
         self.places = places
         self.name = places[0].name
         self.form = form_of(home)
-        self.settle(home)
+        self._take(home)
 
-    def settle(self, home: torch.Tensor) -> None:
-        """What is there now is what a step begins with."""
+    def settle(self) -> None:
+        """What is there now is what a step begins with. Raises ProtectError as `live` does."""
+        if (live := self.live) is not self.home:
+            self._take(live)
+
+    def _take(self, home: torch.Tensor) -> None:
         if home.is_inference() or is_expanded(home):
             home = home.clone()  # nothing can be written into the other
         self.home = home
@@ -150,7 +154,7 @@ class Buffers:
     def note_restored(self) -> None:
         """The state was taken from elsewhere; block 0's values of the next step may be here already."""
         for slot in self._changing:
-            slot.settle(slot.live)
+            slot.settle()
         self._committed = [slot.home.detach().clone() for slot in self._changing]
         self._shared = {memory(slot.home) for slot in self._changing if self._constant} - {0}
         for place in self._constant:

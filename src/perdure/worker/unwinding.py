@@ -9,9 +9,24 @@ from __future__ import annotations
 
 import dis
 import gc
+import inspect
 from types import FrameType, TracebackType
 
 _RAISING = ("RAISE_VARARGS", "RERAISE")
+_YIELDING = ("YIELD_VALUE", "RESUME")
+
+
+def leaver(frame: FrameType) -> FrameType:
+    """The frame that left the loop: generators around it are closed in turn, at their own `yield`."""
+    while frame.f_code.co_flags & inspect.CO_GENERATOR and _instruction(frame) in _YIELDING:
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame
+
+
+def _instruction(frame: FrameType) -> str:
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
 def unwinding(frame: FrameType) -> bool:
@@ -19,7 +34,7 @@ def unwinding(frame: FrameType) -> bool:
 
     An exception that was caught and is kept somewhere does not count. CPython 3.11 to 3.13.
     """
-    if dis.opname[frame.f_code.co_code[frame.f_lasti]] in _RAISING:
+    if _instruction(frame) in _RAISING:
         return True
     return any(
         isinstance(found, TracebackType) and found.tb_frame is frame and found.tb_lasti == frame.f_lasti
