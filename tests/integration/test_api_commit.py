@@ -71,6 +71,18 @@ def test_break_is_a_clean_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hold", ["name", "around"])
+def test_exit_after_break_is_a_clean_end(tmp_path: Path, hold: str) -> None:
+    launched = run(
+        tmp_path, SCRIPT, "mlp", "--notes", tmp_path, "--blocks", 4, "--steps", 9, "--break", 3,
+        "--hold", hold, "--tail", "leave", options=["--nproc-per-node", 2],
+    )  # fmt: skip
+    assert launched.steps() == [0, 1, 2, 3]
+    assert not launched.events("fault_detected")
+    assert launched.printed.count("tail of") == 2
+    assert sorted(digests(tmp_path)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("hold", ["name", "around"])
 def test_break_is_a_clean_end_also_if_the_script_keeps_the_iterator(tmp_path: Path, hold: str) -> None:
     """As a progress bar does. If that is a generator the loop ends with the script, and a line says so.
 
@@ -85,7 +97,7 @@ def test_break_is_a_clean_end_also_if_the_script_keeps_the_iterator(tmp_path: Pa
     assert launched.events("checkpoint_written")[-1]["step"] == 3
     assert sorted(digests(tmp_path)) == [0, 1, 2, 3]
     assert launched.printed.count("tail of") == (3 if hold == "name" else 2)
-    assert ("has a name for a generator around it" in launched.printed) is (hold == "around")
+    assert ("something still has a name for its iterator" in launched.printed) is (hold == "around")
 
 
 def test_a_tail_that_is_run_again_after_a_break_does_not_train_on(tmp_path: Path) -> None:

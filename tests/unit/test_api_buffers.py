@@ -231,6 +231,17 @@ def test_tied_buffers_stay_tied(job: perdure.Job, tied: str) -> None:
         train()
 
 
+def test_buffers_that_become_one_are_refused(job: perdure.Job) -> None:
+    model: Any = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    steps = Training(job, model).after_its_loop(steps=2)
+    next(steps)
+    model[2].running_mean = model[1].running_mean
+    with pytest.raises(
+        ProtectError, match=r"model\.1\.running_mean and model\.2\.running_mean are one tensor now"
+    ):
+        next(steps)
+
+
 def test_what_was_made_under_inference_mode_may_be_frozen(job: perdure.Job) -> None:
     with torch.inference_mode():
         features = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4)).eval().requires_grad_(False)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import perdure
 from alone_job import Training
@@ -338,6 +339,7 @@ def test_a_parameter_may_be_frozen_for_a_time(job: perdure.Job) -> None:
     [
         ("module", "since job.steps began another module was put in the place of model.frozen: change"),
         ("parameter", r"have other parameters than when job\.steps began \(1 new, 1 gone\)"),
+        ("pruning", r"model got other parameters or buffers \(2 new, 1 gone: model\.0\.weight\): have all"),
         ("group", r"optimizer has groups of \[2, 2\] parameters and had \[2\]: add every group before"),
     ],
 )
@@ -353,6 +355,8 @@ def test_parts_that_a_script_started_anew_would_not_have(job: perdure.Job, chang
         model.frozen = copy.deepcopy(model.frozen)
     elif change == "parameter":
         model.frozen.weight = nn.Parameter(torch.ones(1, 1), requires_grad=False)
+    elif change == "pruning":
+        prune.random_unstructured(model[0], "weight", amount=0.5)
     else:
         training.optimizer.add_param_group({"params": list(model.frozen.parameters())})
     with pytest.raises(ProtectError, match=text):
@@ -367,5 +371,5 @@ def test_a_parameter_that_comes_after_the_loop_began(job: perdure.Job) -> None:
             training.model.register_parameter("late", nn.Parameter(torch.ones(())))
         step.backward(loss)
 
-    with pytest.raises(ProtectError, match=r"than when job\.steps began \(1 new, 0 gone\)"):
+    with pytest.raises(ProtectError, match=r"got other parameters or buffers \(1 new, 0 gone: model\.late\)"):
         training.loop(body)

@@ -30,7 +30,14 @@ def alone(loop: Loop) -> Loop:
 def inside(loop: Loop) -> Loop:
     def around() -> Generator[int, None, None]:
         for number in loop():
-            yield number
+            yield number + 0
+
+    return around
+
+
+def delegated(loop: Loop) -> Loop:
+    def around() -> Generator[int, None, None]:
+        yield from loop()
 
     return around
 
@@ -39,7 +46,7 @@ def inside_with_finally(loop: Loop) -> Loop:
     def around() -> Generator[int, None, None]:
         try:
             for number in loop():
-                yield number
+                yield number + 0
         finally:
             len("closed")
 
@@ -53,7 +60,7 @@ def twice(loop: Loop) -> Loop:
     return around
 
 
-every_wrapper = pytest.mark.parametrize("wrap", [alone, inside, inside_with_finally, twice])
+every_wrapper = pytest.mark.parametrize("wrap", [alone, inside, inside_with_finally, delegated, twice])
 """A generator around the loop's is closed at its `yield`, whatever the reason is further out."""
 
 

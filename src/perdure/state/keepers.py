@@ -11,7 +11,7 @@ bf16 parameters to bf16 and replace tensor learning rates by new ones.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
@@ -104,6 +104,7 @@ class ModuleKeeper:
         self._name = name
         self._module = module
         self._modules = dict(self.modules())
+        self._names: frozenset[str] | None = None
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module once, with the prefix of its names.
@@ -152,9 +153,20 @@ class ModuleKeeper:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 path = f"{prefix}.extra_state"
                 extra[prefix] = encode(module.get_extra_state(), path, scribe.refer_volatile)
+        self._compare(parameters.keys() | buffers.keys())
         return {
             "kind": self.KIND, "parameters": parameters, "buffers": buffers, "frozen": frozen, "extra": extra,
         }  # fmt: skip
+
+    def _compare(self, names: Set[str]) -> None:
+        self._names = self._names or frozenset(names)
+        if names != self._names:
+            new, gone = names - self._names, self._names - names
+            self.changed = (
+                f"{self._name} got other parameters or buffers ({len(new)} new, {len(gone)} gone: "
+                f"{min(new | gone)}): have all before that; one forward pass makes those that come when they "
+                "are needed, pruning makes masks"
+            )
 
     def plan(self, tree: dict[str, Tree], restoration: Restoration) -> None:
         live = dict(self.modules())

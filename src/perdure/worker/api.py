@@ -61,8 +61,9 @@ EVALUATION_LOADERS_MAX = 4
 """A script may make its MicroBatches anew for every evaluation; not all their processes are kept."""
 
 NAMED = (
-    "the script left job.steps by `break`, but has a name for a generator around it: the last step ends with "
-    "the script, and the saved state has what came after the loop; give the loop that generator itself"
+    "the script left job.steps, but something still has a name for its iterator (a generator around it, or "
+    "what iter() gave): the last step ends with the script, and the saved state has what came after the "
+    "loop; let the loop make that iterator itself"
 )
 
 _joined: Job | None = None

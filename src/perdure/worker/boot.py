@@ -110,8 +110,10 @@ def run(fork: Fork, control: socket.socket, page_fd: int) -> None:
         context.script_ended()
         return
     except SystemExit as error:
-        ENDING = True
         code = _exit_code(error)
+        if code == 0:
+            context.script_ended()
+        ENDING = True
         if code != 0 or context.in_step():
             context.last_words(crash(error, code))
         raise

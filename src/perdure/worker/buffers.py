@@ -155,6 +155,7 @@ class Buffers:
         """The state was taken from elsewhere; block 0's values of the next step may be here already."""
         for slot in self._changing:
             slot.settle()
+        _refuse_ties(self._changing)
         self._committed = [slot.home.detach().clone() for slot in self._changing]
         self._shared = {memory(slot.home) for slot in self._changing if self._constant} - {0}
         for place in self._constant:
@@ -262,6 +263,16 @@ def _changed(place: Place) -> str:
         "so it would differ between workers: a statistic is to be registered with persistent=True; "
         f"{COMPLETE}"
     )
+
+
+def _refuse_ties(slots: Sequence[Slot]) -> None:
+    seen: dict[int, Slot] = {}
+    for slot in slots:
+        if (other := seen.setdefault(id(slot.home), slot)) is not slot:
+            raise ProtectError(
+                f"the buffers {other.name} and {slot.name} are one tensor now and were two when job.steps "
+                "began: copy the values instead (copy_), or make them one before job.steps"
+            )
 
 
 def _slots(places: Sequence[Place]) -> list[Slot]:

@@ -6,6 +6,7 @@ what they iterate, as a progress bar around it has; so that is not the generator
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Iterator
 
 from perdure.schema.errors import UsageError
@@ -17,6 +18,7 @@ class Loop(Iterator[Step]):
 
     def __init__(self, steps: Generator[Step, None, None]) -> None:
         self._steps: Generator[Step, None, None] | None = steps
+        self._given = weakref.ref(steps)
 
     def _held(self) -> Generator[Step, None, None]:
         if self._steps is None:
@@ -26,6 +28,11 @@ class Loop(Iterator[Step]):
     def __iter__(self) -> Iterator[Step]:
         steps, self._steps = self._held(), None
         return steps
+
+    def close(self) -> None:
+        """As `break` does."""
+        if (steps := self._given()) is not None:
+            steps.close()
 
     def __next__(self) -> Step:
         return next(self._held())
