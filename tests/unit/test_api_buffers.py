@@ -231,6 +231,35 @@ def test_tied_buffers_stay_tied(job: perdure.Job, tied: str) -> None:
         train()
 
 
+class Counted(nn.Module):
+    """Statistics whose bytes do not lie at multiples of the next one's element size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.bool))
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("scalar", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("odd", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen |= True
+        for buffer in (self.mean, self.scalar, self.odd, self.steps):
+            buffer += 1
+        return self.linear(x)
+
+
+def test_statistics_of_any_size_are_committed(job: perdure.Job) -> None:
+    training = Training(job, Counted())
+    model: Any = training.model
+    for step in training.after_its_loop(steps=2):
+        count = 2.0 * (step.index + 1)
+        assert model.seen.item()
+        assert model.mean.tolist() == model.odd.tolist() == [count] * 3
+        assert (model.scalar.item(), model.steps.item()) == (count, count)
+
+
 def test_buffers_that_become_one_are_refused(job: perdure.Job) -> None:
     model: Any = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     steps = Training(job, model).after_its_loop(steps=2)

@@ -16,7 +16,7 @@ PAUSE_S_MAX = 10.0
 """After a failed start the next one on that node waits: so long, then twice as long, up to the most."""
 
 AT_ONCE = 3
-"""After so many workers in a row that were killed at their first step nobody waits."""
+"""So many failed starts in a row are followed by the next without a pause, if the last one was killed."""
 
 
 @dataclass

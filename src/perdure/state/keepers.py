@@ -135,6 +135,7 @@ class ModuleKeeper:
         buffers: dict[str, str | None] = {}
         frozen: list[str] = []
         extra: dict[str, Tree] = {}
+        self.changed = None
         for prefix, module in self.modules():
             if self._modules.get(prefix, module) is not module:
                 self.changed = (
@@ -245,6 +246,7 @@ class OptimizerKeeper:
         groups: list[dict[str, Tree]] = []
         state: dict[str, Tree] = {}
         every = self._optimizer.state
+        self.changed = None
         if (sizes := self._group_sizes()) != self._sizes:
             self.changed = (
                 f"{name} has groups of {sizes} parameters and had {self._sizes}: add every group before the "

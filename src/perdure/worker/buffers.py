@@ -202,6 +202,8 @@ class Buffers:
             for slot in self._changing:
                 home = slot.home
                 piece = self._left[offset : offset + home.nbytes]
+                if offset % home.itemsize:  # torch does not look at bytes there as at wider elements
+                    piece = piece.clone()
                 slot.put(piece.view(home.dtype).view(home.shape) if piece.numel() else home)
                 offset += home.nbytes
 
