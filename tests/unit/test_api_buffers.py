@@ -250,6 +250,31 @@ class Counted(nn.Module):
         return self.linear(x)
 
 
+class Observer(nn.Module):
+    """As those of quantisation, it gives its statistic memory when it sees the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+        self.register_buffer("least", torch.tensor([]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.least.resize_(3).copy_(y.detach().amin(0))
+        return y
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_statistic_gets_its_memory_before_training(job: perdure.Job, warm: bool) -> None:
+    training = Training(job, Observer())
+    if warm:
+        training.model(torch.ones(1, 12))
+        training.loop(lambda step, loss: step.backward(loss))
+        return
+    with pytest.raises(ProtectError, match=r"least was .*\[0\] on cpu and is .*\[3\] .* pass before"):
+        training.loop(lambda step, loss: step.backward(loss))
+
+
 def test_statistics_of_any_size_are_committed(job: perdure.Job) -> None:
     training = Training(job, Counted())
     model: Any = training.model

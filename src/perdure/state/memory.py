@@ -30,7 +30,12 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def view_of(flat: torch.Tensor) -> memoryview:
-    """A writable view of a flat uint8 CPU tensor; it keeps the memory alive."""
+    """A writable view of a flat uint8 CPU tensor; it keeps the memory alive.
+
+    torch lets no storage grow any more of which numpy has a view: one without bytes is left alone.
+    """
+    if not flat.nbytes:
+        return memoryview(bytearray())
     return flat.numpy().data
 
 

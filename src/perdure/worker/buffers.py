@@ -114,17 +114,26 @@ class Slot:
                     "two now: give both the same one, or each its own before job.steps"
                 )
         if live is None or form_of(live) != self.form:
-            shape, dtype, device = self.form
-            now = "nothing" if live is None else f"{live.dtype}{list(live.shape)} on {live.device}"
-            raise ProtectError(
-                f"the buffer {self.name} was {dtype}{list(shape)} on {device} and is {now} now: "
-                "what is in the state_dict keeps its form once job.steps has begun"
-            )
+            raise ProtectError(self._changed(live))
         return live
 
+    def _changed(self, live: torch.Tensor | None) -> str:
+        shape, dtype, device = self.form
+        now = "nothing" if live is None else f"{live.dtype}{list(live.shape)} on {live.device}"
+        return (
+            f"the buffer {self.name} was {dtype}{list(shape)} on {device} and is {now} now: what is in the "
+            "state_dict keeps its form once job.steps has begun; let one forward pass before that make what "
+            "is made lazily"
+        )
+
     def put(self, value: torch.Tensor) -> None:
-        """Let it have this value, in its home."""
-        self.home.copy_(value)
+        """Let it have this value, in its home. Raises ProtectError as `live` does."""
+        try:
+            self.home.copy_(value)
+        except RuntimeError:  # it may have been given another size
+            if form_of(self.home) == self.form:
+                raise
+            raise ProtectError(self._changed(self.home)) from None
         for place in self.places:
             place.put(self.home)
 
